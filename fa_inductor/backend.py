@@ -1,0 +1,196 @@
+"""`torch.compile(model, backend="fa_inductor")`, and the same pass for plain Inductor users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import compile_pass, kernels, torch_compat
+from .config import PREFIX, Config, option_names, split_options
+from .errors import OptionError, nearest
+from .fingerprint import fingerprint
+
+# The Inductor option that carries our cache key through a pass that changes nothing.
+_KEY_CARRIER = "joint_custom_pre_pass"
+
+
+def fa_inductor(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Dynamo backend: rewrite attention, then compile with Inductor.
+
+    mode, options: as for `backend="inductor"`; options may also hold `fa.` keys, see `Config`.
+    Raises `OptionError` for an unknown or impossible option, naming the nearest known one, and
+    `FallbackError` when `fa.on_fallback="error"` and a site is left to PyTorch.
+    """
+    config, compiler = _parse(mode, options)
+    # Read before the rewrite, under the flags that the rewrite decides by.
+    patches = _with_cache_key(compiler.config, fingerprint(config))
+    compile_pass.run(gm, config)
+    return torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
+
+
+def _reset() -> None:
+    """What `torch._dynamo.reset()` does for Inductor's CUDA graphs, whichever mode made them."""
+    torch_compat.inductor_compiler(None, {"triton.cudagraphs": True}).reset()
+
+
+fa_inductor.reset = _reset  # type: ignore[attr-defined]
+
+
+def _parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Config, Any]:
+    config, inductor_options = split_options(options)
+    for name in config.kernels:
+        kernels.check_known(name)
+    if mode and config.mode:
+        raise OptionError(f"mode={mode!r} and fa.mode={config.mode!r}: give one of them.")
+    known = torch_compat.inductor_option_names()
+    for key in inductor_options:
+        if key.replace("-", "_") not in known:
+            raise OptionError(
+                f"Unknown option {key!r}: neither one of Inductor's nor one of fa_inductor's."
+                + nearest(key, [*known, *option_names()])
+            )
+    mode = mode or config.mode
+    _check_mode(mode)
+    return config, torch_compat.inductor_compiler(mode, inductor_options)
+
+
+def _check_mode(mode: str | None) -> None:
+    from torch._inductor import list_mode_options
+
+    known = ("default", *list_mode_options())
+    if mode is not None and mode not in known:
+        raise OptionError(
+            f"Unknown mode {mode!r}; Inductor knows {', '.join(known)}." + nearest(mode, known)
+        )
+
+
+def _with_cache_key(patches: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Inductor's key follows the rewritten graph, but not the sources of our op: add ours."""
+    from torch._inductor import config as inductor_config
+
+    theirs = patches.get(_KEY_CARRIER, getattr(inductor_config, _KEY_CARRIER))
+    return {**patches, _KEY_CARRIER: torch_compat.cache_key_pass(key, theirs)}
+
+
+# --- Plain `backend="inductor"` -------------------------------------------------------------------
+
+
+class _Registration:
+    """Our pass in `torch._inductor.config`, with what was there before."""
+
+    def __init__(self, config: Config) -> None:
+        from torch._inductor import config as inductor
+
+        self.before = inductor.pre_grad_custom_pass
+        self.carrier_before = getattr(inductor, _KEY_CARRIER)
+        ours = torch_compat.graph_pass(_RunPass(config), _Key(config))
+        if torch_compat.pre_grad_takes_list():
+            inductor.pre_grad_custom_pass = [*torch_compat.custom_passes(self.before), ours]
+        else:
+            inductor.pre_grad_custom_pass = _Chain((self.before, ours))
+            # This torch does not put pre-grad passes into cache keys.
+            key = fingerprint(config)
+            carrier = torch_compat.cache_key_pass(key, self.carrier_before)
+            setattr(inductor, _KEY_CARRIER, carrier)
+        self.installed = inductor.pre_grad_custom_pass
+        self.carrier_installed = getattr(inductor, _KEY_CARRIER)
+
+    def undo(self) -> None:
+        from torch._inductor import config as inductor
+
+        for option, installed, before in (
+            ("pre_grad_custom_pass", self.installed, self.before),
+            (_KEY_CARRIER, self.carrier_installed, self.carrier_before),
+        ):
+            if getattr(inductor, option) is not installed:
+                raise OptionError(
+                    f"torch._inductor.config.{option} was changed after fa_inductor.register(); "
+                    "undo that change first, then unregister()."
+                )
+            setattr(inductor, option, before)
+
+
+class _RunPass:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, graph: fx.Graph) -> None:
+        # Sub-graphs come first and alone; their surroundings are known once the root comes.
+        if not torch_compat.is_sub_graph(graph):
+            assert graph.owning_module is not None
+            compile_pass.run(graph.owning_module, self.config)
+
+
+class _Key:
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self) -> str:
+        # On a cache hit the pass itself does not run, but whatever is keyed must be guarded.
+        torch_compat.guard_sdp_backends()
+        return fingerprint(self.config)
+
+
+class _Chain:
+    def __init__(self, passes: tuple[Any, ...]) -> None:
+        self.passes = tuple(p for p in passes if p is not None)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for each in self.passes:
+            each(graph)
+
+
+_registrations: list[_Registration] = []
+
+
+def register(**options: Any) -> None:
+    """Put the pass into `torch._inductor.config`, for plain `torch.compile(model)`.
+
+    options: fields of `Config` (`kernels=("fa4",)`, `on_fallback="error"`).
+    Raises `OptionError` when registered already or for an impossible option.
+    """
+    if _registrations:
+        raise OptionError("fa_inductor is registered already; call unregister() first.")
+    _registrations.append(_Registration(_config(options)))
+
+
+def unregister() -> None:
+    """Undo `register` exactly. Raises `OptionError` when there is nothing to undo."""
+    if not _registrations:
+        raise OptionError("fa_inductor is not registered.")
+    _registrations[-1].undo()
+    _registrations.pop()
+
+
+@contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """`register` for the duration of a `with` block; may be nested, the innermost counts."""
+    outer = _registrations.copy()
+    while _registrations:
+        unregister()
+    register(**options)
+    try:
+        yield
+    finally:
+        unregister()
+        for registration in outer:
+            _registrations.append(registration)
+
+
+def _config(options: Mapping[str, Any]) -> Config:
+    config, _ = split_options({PREFIX + key: value for key, value in options.items()})
+    if config.mode is not None:
+        raise OptionError("mode belongs to torch.compile(mode=...) when the pass is registered.")
+    for name in config.kernels:
+        kernels.check_known(name)
+    return config

@@ -1,0 +1,39 @@
+"""One compile's worth of the pass: guard the SDP flags, rewrite, report, apply the policy."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from . import report, torch_compat
+from .config import Config
+from .errors import FallbackError
+from .rewrite import SiteRecord, rewrite
+from .target import Target
+
+log = logging.getLogger("fa_inductor")
+
+
+def run(
+    gm: fx.GraphModule, config: Config, target: Target | None = None, *, apply: bool = True
+) -> list[SiteRecord]:
+    """Rewrite `gm` (or only plan it), tell the collecting report and the log.
+
+    Raises `FallbackError` when a site is left to PyTorch under `fa.on_fallback="error"`.
+    """
+    torch_compat.guard_sdp_backends()
+    sites = rewrite(gm, config, target, apply=apply)
+    collecting = report.collector()
+    if collecting is not None:
+        reason = torch_compat.graph_break_reason(gm)
+        broken = report.GraphBreak(*reason) if reason else None
+        collecting.add(len(gm.graph.nodes), sites, broken)
+    for site in sites:
+        log.info("%s: %s on %s; %s", site.source, site.spec, site.kernel, site.reason_texts)
+    line = report.fallback_line(sites)
+    if line and config.on_fallback == "error":
+        raise FallbackError(line)
+    if line and config.on_fallback == "warn" and apply:
+        log.warning("%s", line)
+    return sites

@@ -1,0 +1,73 @@
+"""The options that fa_inductor adds to Inductor's own: `options={"fa.<key>": value}`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import OptionError, nearest
+
+PREFIX = "fa."
+FALLBACK_POLICIES = ("ignore", "warn", "error")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of one compile.
+
+    kernels: names of the kernels that may be used, in order of preference. A site that none
+        of them can run is left to PyTorch.
+    on_fallback: what to do when a site is left to PyTorch: "ignore", "warn" (one log line a
+        compile) or "error" (`FallbackError`).
+    mode: an Inductor mode ("reduce-overhead", "max-autotune", ...), because `torch.compile`
+        refuses its own `mode=` beside `options=`.
+    """
+
+    kernels: tuple[str, ...] = ("fa4", "cudnn")
+    on_fallback: str = "warn"
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kernels, str) or not all(isinstance(k, str) for k in self.kernels):
+            raise OptionError(
+                f"fa.kernels={self.kernels!r}: expected a tuple of kernel names, "
+                f"for example ({self.kernels!r},) or ('fa4', 'cudnn')."
+            )
+        object.__setattr__(self, "kernels", tuple(self.kernels))
+        if not self.kernels:
+            raise OptionError("fa.kernels=(): name at least one kernel, or use backend='inductor'.")
+        if self.on_fallback not in FALLBACK_POLICIES:
+            raise OptionError(
+                f"fa.on_fallback={self.on_fallback!r}: expected one of {FALLBACK_POLICIES}."
+                + nearest(str(self.on_fallback), FALLBACK_POLICIES)
+            )
+        if self.mode is not None and not isinstance(self.mode, str):
+            raise OptionError(f"fa.mode={self.mode!r}: expected the name of an Inductor mode.")
+
+
+def option_names() -> tuple[str, ...]:
+    """The `fa.` option keys, with prefix."""
+    return tuple(PREFIX + field.name for field in dataclasses.fields(Config))
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[Config, dict[str, Any]]:
+    """Separate `fa.` options from Inductor's.
+
+    Returns the validated `Config` and the remaining options, untouched.
+    Raises `OptionError` for an unknown `fa.` key, naming the nearest known one.
+    """
+    ours: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        if not key.startswith(PREFIX):
+            rest[key] = value
+        elif key in option_names():
+            ours[key.removeprefix(PREFIX)] = value
+        else:
+            raise OptionError(
+                f"Unknown option {key!r}; fa_inductor knows {', '.join(option_names())}."
+                + nearest(key, option_names())
+            )
+    return Config(**ours), rest

@@ -1,0 +1,278 @@
+"""The custom ops that stand for attention in a compiled graph.
+
+`torch.ops.fa_inductor.attention(q, k, v, scale, causal, out_order, deterministic, kernel)`
+returns (out, lse); `torch.ops.fa_inductor.attention_backward(...)` its gradients. Dynamo and
+Inductor never look inside; the name of the kernel is an argument, so that a cached graph can
+only ever run the kernel it was compiled for.
+
+Shapes: q (B, Hq, Sq, D); k (B, Hkv, Sk, D); v (B, Hkv, Sk, Dv); Hq a multiple of Hkv.
+out: (B, Hq, Sq, Dv), q's dtype, dense, dimensions in memory in the order `out_order`.
+lse: (B, Hq, Sq), float32 (float64 for float64), contiguous, natural logarithm.
+Gradients: their input's shape and dtype, dense in (B, S, H, D) order.
+
+A row without a key (bottom-right causal with Sq > Sk, or Sk = 0) gives 0, lse -inf, and no
+gradient, as PyTorch's own attention does since 2.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels, torch_compat
+from .errors import DerivativeError, DeviceError, DtypeError, ShapeError
+from .spec import BSHD_ORDER, CAUSAL_KINDS, default_scale
+from .symbolic import Dim
+
+NAMESPACE = "fa_inductor"
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define(
+    "attention(Tensor q, Tensor k, Tensor v, float? scale, str causal, int[] out_order, "
+    "bool deterministic, str kernel) -> (Tensor out, Tensor lse)",
+    tags=_TAGS,
+)
+_library.define(
+    "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
+    "Tensor out, Tensor lse, float? scale, str causal, bool deterministic, str kernel) "
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    tags=_TAGS,
+)
+attention = torch.ops.fa_inductor.attention.default
+attention_backward = torch.ops.fa_inductor.attention_backward.default
+
+
+# --- Checks, the same for fake and real tensors ---------------------------------------------
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: str, out_order: Sequence[int]) -> None:
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ShapeError(f"fa_inductor.attention takes (B, H, S, D) tensors, got {shapes()}.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
+        raise ShapeError(
+            "fa_inductor.attention needs q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and "
+            f"v (B, Hkv, Sk, Dv), got {shapes()}."
+        )
+    if (k.shape[1] == 0 and q.shape[1] != 0) or (k.shape[1] and q.shape[1] % k.shape[1] != 0):
+        raise ShapeError(
+            f"The {q.shape[1]} query heads are not a multiple of the {k.shape[1]} key heads."
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise DtypeError(
+            f"fa_inductor.attention takes one dtype of {[str(d) for d in _DTYPES]}, "
+            f"got q {q.dtype}, k {k.dtype}, v {v.dtype}."
+        )
+    if not q.device == k.device == v.device:
+        raise DeviceError(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}."
+        )
+    if causal not in CAUSAL_KINDS:
+        raise ShapeError(f"causal={causal!r}: expected one of {CAUSAL_KINDS}.")
+    if sorted(out_order) != [0, 1, 2, 3] or out_order[3] != 3:
+        raise ShapeError(f"out_order={list(out_order)}: expected an order of 0, 1, 2 ending in 3.")
+
+
+def _causal_for(kernel: str, causal: str, sq: int, sk: int) -> str:
+    """FA4 aligns causal masks bottom-right; that is top-left when the lengths are equal."""
+    if kernel == "fa4" and causal == "top_left":
+        if sq != sk:
+            raise ShapeError(
+                f"Kernel fa4 aligns causal masks bottom-right; top_left needs Sq == Sk, got "
+                f"Sq {sq} and Sk {sk}."
+            )
+        return "bottom_right"
+    return causal
+
+
+# --- Allocation, the same for fake and real tensors -------------------------------------------
+
+
+def _allocate_outputs(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tensor, Tensor]:
+    size: tuple[Dim, ...] = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
+    out = _empty_in_order(q, size, out_order)
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(size[:3], dtype=lse_dtype)
+
+
+def _empty_in_order(like: Tensor, size: Sequence[Dim], order: Sequence[int]) -> Tensor:
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return like.new_empty([size[dim] for dim in order]).permute(inverse)
+
+
+def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grads = [_empty_in_order(tensor, tensor.shape, BSHD_ORDER) for tensor in (q, k, v)]
+    return grads[0], grads[1], grads[2]
+
+
+# --- Implementations ----------------------------------------------------------------------------
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    out_order: Sequence[int],
+    deterministic: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    _check_inputs(q, k, v, causal, out_order)
+    implementation = kernels.load(kernel)
+    causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
+    out, lse = _allocate_outputs(q, v, out_order)
+    if out.numel() == 0 or k.shape[2] == 0:
+        return out.zero_(), lse.fill_(float("-inf"))
+    scale = default_scale(q.shape[3]) if scale is None else scale
+    implementation.forward(q, k, v, out, lse, scale=scale, causal=causal)
+    return out, lse
+
+
+def _attention_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: str,
+    out_order: Sequence[int],
+    deterministic: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    _check_inputs(q, k, v, causal, out_order)
+    kernels.check_known(kernel)
+    return _allocate_outputs(q, v, out_order)
+
+
+def _attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float | None,
+    causal: str,
+    deterministic: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    implementation = kernels.load(kernel)
+    causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
+    grads = _allocate_gradients(q, k, v)
+    if out.numel() == 0 or k.numel() == 0:
+        for grad in grads:
+            grad.zero_()
+        return grads
+    scale = default_scale(q.shape[3]) if scale is None else scale
+    implementation.backward(
+        grad_out,
+        grad_lse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *grads,
+        scale=scale,
+        causal=causal,
+        deterministic=deterministic,
+    )
+    return grads
+
+
+def _attention_backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _allocate_gradients(q, k, v)
+
+
+# --- Autograd -------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, scale, causal, _, deterministic, kernel = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse)
+    ctx.arguments = (scale, causal, deterministic, kernel)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return (None,) * 8
+    if grad_out is None:
+        grad_out = torch.zeros_like(out)
+    grads = attention_backward(grad_out, grad_lse, q, k, v, out, lse, *ctx.arguments)
+    return (*grads, None, None, None, None, None)
+
+
+def _differentiate_twice(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise DerivativeError(
+        "fa_inductor.attention_backward has no derivative (second derivatives of attention); "
+        "run this part under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+    )
+
+
+def _refusing_tangents(kernel: Any, count: int, name: str) -> Any:
+    """PyTorch takes forward-mode derivatives of an op without a formula as zero: refuse them."""
+
+    def checked(keyset: Any, *args: Any) -> Any:
+        if torch_compat.has_tangent(args[:count]):
+            raise DerivativeError(
+                f"fa_inductor.{name} has no forward-mode derivative (jvp); run this part under "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+            )
+        return kernel(keyset, *args)
+
+    return checked
+
+
+def _cast_under_autocast(device_type: str, key: torch._C.DispatchKey) -> Any:
+    """The rule of `F.scaled_dot_product_attention`: cast q, k and v to autocast's dtype."""
+
+    def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+        return tensor.to(dtype) if eligible and tensor.device.type == device_type else tensor
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return attention(cast(q, dtype), cast(k, dtype), cast(v, dtype), *rest)
+
+    return kernel
+
+
+def _register() -> None:
+    for key in ("CPU", "CUDA"):
+        _library.impl("attention", _attention, key)
+        _library.impl("attention_backward", _attention_backward, key)
+    torch.library.register_fake(attention, _attention_fake, lib=_library)
+    torch.library.register_fake(attention_backward, _attention_backward_fake, lib=_library)
+    first = torch_compat.autograd_kernel(attention, _setup_context, _differentiate)
+    second = torch_compat.autograd_kernel(
+        attention_backward, lambda ctx, inputs, output: None, _differentiate_twice
+    )
+    _library.impl("attention", _refusing_tangents(first, 3, "attention"), "Autograd", with_keyset=True)
+    _library.impl(
+        "attention_backward",
+        _refusing_tangents(second, 7, "attention_backward"),
+        "Autograd",
+        with_keyset=True,
+    )
+    for device_type, key in (
+        ("cuda", torch._C.DispatchKey.AutocastCUDA),
+        ("cpu", torch._C.DispatchKey.AutocastCPU),
+    ):
+        _library.impl("attention", _cast_under_autocast(device_type, key), key.name)
+
+
+_register()

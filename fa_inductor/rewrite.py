@@ -1,0 +1,165 @@
+"""The pass: find attention in a Dynamo graph, understand it, choose a kernel, replace it.
+
+Built on Inductor's pattern matcher. Runs before autograd, so training, checkpointing and
+exact strides follow from what AOTAutograd does with any op.
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from . import kernels, layout
+from .config import Config
+from .patterns import FAMILIES
+from .patterns.family import Family, NotUnderstood, Scope, Site
+from .scopes import scopes
+from .select import choose
+from .spec import AttentionSpec
+from .target import Target
+
+_SEEN = "fa_inductor_seen"
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """What happened to one site.
+
+    source: `file:line` of the user's call. module: path of the nn.Module around it.
+    spec: None when the call was not understood. kernel: None for a fallback.
+    reasons: why each other kernel was not taken; key "all" for reasons that hold for all.
+    copied: inputs that the kernel copies on every call, with the reason.
+    """
+
+    family: str
+    source: str
+    module: str
+    spec: AttentionSpec | None
+    kernel: str | None
+    reasons: Mapping[str, tuple[str, ...]]
+    copied: Mapping[str, str]
+
+    @property
+    def reason_texts(self) -> list[str]:
+        """`fa4: dropout_p=0.1 > 0 (...)`, one for each kernel and reason."""
+        return [f"{name}: {text}" for name, texts in self.reasons.items() for text in texts]
+
+
+def rewrite(
+    root: fx.GraphModule, config: Config, target: Target | None = None, *, apply: bool = True
+) -> list[SiteRecord]:
+    """Plan every site of `root` and its sub-graphs; with `apply`, replace those with a kernel.
+
+    target: what to plan for; None means the device that each site's tensors are on.
+    Returns the sites in program order. A graph that was seen before yields nothing new.
+    """
+    records: list[SiteRecord] = []
+    for module, scope in scopes(root):
+        found: dict[fx.Node, tuple[SiteRecord, Family, Site | None]] = {}
+        _find(module, scope, config, target, found)
+        ordered = [(node, *found[node]) for node in module.graph.nodes if node in found]
+        records.extend(record for _, record, _, _ in ordered)
+        # Last first: what a later site has noted about its operands then still exists.
+        replaced = [
+            family.rewrite(site, record.kernel)
+            for node, record, family, site in reversed(ordered)
+            if apply and site is not None and record.kernel and not site.fixed_kernel
+        ]
+        if apply:
+            for node, *_ in ordered:
+                node.meta[_SEEN] = True
+        if replaced:
+            module.graph.lint()
+            module.recompile()
+    return records
+
+
+def _find(
+    module: fx.GraphModule,
+    scope: Scope,
+    config: Config,
+    target: Target | None,
+    found: dict[fx.Node, tuple[SiteRecord, Family, Site | None]],
+) -> None:
+    """Run the families' anchors through the pattern matcher, recording every match."""
+    from torch._inductor.pattern_matcher import (
+        CallFunctionVarArgs,
+        Match,
+        PatternMatcherPass,
+        register_graph_pattern,
+    )
+
+    matcher = PatternMatcherPass(pass_name="fa_inductor")
+
+    def register(family: Family) -> None:
+        @register_graph_pattern(CallFunctionVarArgs(list(family.ANCHORS)), pass_dict=matcher)
+        def record(match: Match, *args: Any, **kwargs: Any) -> None:
+            node = match.nodes[-1]
+            if node.meta.get(_SEEN) or node in found:
+                return
+            result = family.match(node, scope)
+            if isinstance(result, Site):
+                found[node] = (_decide(family, result, scope, config, target), family, result)
+            elif isinstance(result, NotUnderstood):
+                found[node] = (_not_understood(family, node, result.reason), family, None)
+
+    for family in FAMILIES:
+        register(family)
+    matcher.apply(module)
+
+
+def _decide(
+    family: Family, site: Site, scope: Scope, config: Config, target: Target | None
+) -> SiteRecord:
+    spec = site.spec
+    if site.fixed_kernel:
+        kernels.check_known(site.fixed_kernel)
+        return _record(family, site.node, spec, site.fixed_kernel, {})
+    if scope.blocked:
+        return _record(family, site.node, spec, None, {"all": (scope.blocked,)})
+    choice = choose(spec, config, target or Target.of_device(spec.q.device))
+    return _record(family, site.node, spec, choice.kernel, choice.reasons)
+
+
+def _not_understood(family: Family, node: fx.Node, reason: str) -> SiteRecord:
+    return _record(family, node, None, None, {"all": (reason,)})
+
+
+def _record(
+    family: Family,
+    node: fx.Node,
+    spec: AttentionSpec | None,
+    kernel: str | None,
+    reasons: Mapping[str, tuple[str, ...]],
+) -> SiteRecord:
+    copied = layout.copies(spec, kernel) if spec else {}
+    return SiteRecord(family.NAME, _source(node), _module_path(node), spec, kernel, reasons, copied)
+
+
+def _source(node: fx.Node) -> str:
+    """`file:line` of the innermost user frame in which Dynamo met the call."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return "{}:{}".format(*frames[-1]) if frames else "unknown"
+
+
+def source_line(source: str) -> str:
+    """The text of the user's line at `file:line`, or an empty string."""
+    path, _, line = source.rpartition(":")
+    return linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+
+
+def _module_path(node: fx.Node) -> str:
+    """`model.layers.0.attn` from Dynamo's module stack, empty outside a module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)
+    path = re.sub(r"\._modules\b", "", path)
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
+    return path.removeprefix("self.")

@@ -1,0 +1,147 @@
+"""Walk a Dynamo graph and its sub-graphs, working out what surrounds each node.
+
+Higher-order ops (activation checkpointing, nested compile regions, `torch.cond`) keep their
+bodies as sub-GraphModules. A body is entered only through ops whose operands are understood,
+and only when all of its call sites agree on what they hand in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from . import symbolic, torch_compat
+from .patterns.family import Scope, example_of
+
+# How each understood higher-order op passes operands to its bodies: operands(args).
+_OPERANDS: dict[str, Any] = {
+    "tag_activation_checkpoint": lambda args: args[1:],
+    "invoke_subgraph": lambda args: args[2:],
+    "cond": lambda args: args[3] if len(args) > 3 else (),
+}
+
+
+
+@dataclass
+class _Call:
+    """One place that runs a body: the op, its operands, the pins in force there."""
+
+    op: str
+    operands: Sequence[Any]
+    pins: tuple[str, ...] | None
+    blocked: str | None
+
+
+def scopes(root: fx.GraphModule) -> list[tuple[fx.GraphModule, Scope]]:
+    """Every graph reachable from `root`, outermost first, with its `Scope`."""
+    found: list[tuple[fx.GraphModule, Scope]] = []
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    calls: dict[fx.GraphModule, list[_Call]] = {
+        root: [_Call("root", (), restriction(torch_compat.sdp_backends()), None)]
+    }
+    for module in _callers_first(root):
+        entries = calls.get(module, [])
+        if not entries:
+            continue
+        blocked = _blocked(module, entries)
+        pins = dict(_pins(module.graph, entries[0].pins))
+        found.append((module, Scope(pins, blocked, deterministic)))
+        for node, body, operands in _bodies(module):
+            call = _Call(str(node.target), operands, pins.get(node), blocked)
+            calls.setdefault(body, []).append(call)
+    return found
+
+
+def restriction(backends: Sequence[str], ordered: bool = True) -> tuple[str, ...] | None:
+    """The SDP backends as the user restricted them; None for PyTorch's default state."""
+    default = torch_compat.default_sdp_backends()
+    if set(backends) == set(default) and (not ordered or tuple(backends) == default):
+        return None
+    return tuple(backends) if ordered else tuple(b for b in default if b in backends)
+
+
+def _callers_first(root: fx.GraphModule) -> list[fx.GraphModule]:
+    """Graph modules so that each comes after all that call it."""
+    order: list[fx.GraphModule] = []
+
+    def visit(module: fx.GraphModule) -> None:
+        for _, body, _ in _bodies(module):
+            if body not in order:
+                visit(body)
+        if module not in order:
+            order.append(module)
+
+    visit(root)
+    return order[::-1]
+
+
+def _bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.GraphModule, Sequence[Any]]]:
+    """(op node, body, operands) for every sub-graph that a node of `module` runs."""
+    for node in module.graph.nodes:
+        if not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        operands = _OPERANDS.get(node.target.name())
+        for argument in node.all_input_nodes:
+            if argument.op != "get_attr":
+                continue
+            body = getattr(module, str(argument.target), None)
+            if isinstance(body, fx.GraphModule):
+                yield node, body, operands(node.args) if operands else ()
+
+
+def _pins(
+    graph: fx.Graph, pins: tuple[str, ...] | None
+) -> Iterator[tuple[fx.Node, tuple[str, ...] | None]]:
+    """The restriction in force at each node; `sdpa_kernel` leaves calls that set the flags."""
+    set_flags, from_name = torch_compat.sdpa_kernel_targets()
+    for node in graph.nodes:
+        if node.target is set_flags:
+            names = [n.args[0] for n in node.args[0] if n.target is from_name]
+            ordered = bool(node.args[1]) if len(node.args) > 1 else False
+            pins = restriction(names, ordered)
+        yield node, pins
+
+
+def _blocked(module: fx.GraphModule, calls: Sequence[_Call]) -> str | None:
+    """Why nothing in `module` may be rewritten, or None."""
+    for call in calls:
+        if call.blocked:
+            return call.blocked
+        if call.op != "root" and call.op not in _OPERANDS:
+            return f"inside the higher-order op {call.op}, which fa_inductor does not enter"
+    first = calls[0]
+    for call in calls[1:]:
+        if call.pins != first.pins:
+            return f"a sub-graph shared by {len(calls)} calls under different sdpa_kernel settings"
+        if not _same_operands(call.operands, first.operands):
+            return f"a sub-graph shared by {len(calls)} calls with different operands"
+    if any(_is_functorch(node) for node in module.graph.nodes):
+        return "inside a torch.func transform (vmap, grad, jvp, ...), which the op has no rule for"
+    return None
+
+
+def _same_operands(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two calls hand a body operands with the same metadata."""
+    if len(left) != len(right):
+        return False
+    for one, other in zip(map(example_of, left), map(example_of, right), strict=True):
+        if isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
+            return False
+        if isinstance(one, torch.Tensor) and not (
+            symbolic.same_all(one.shape, other.shape)
+            and symbolic.same_all(one.stride(), other.stride())
+            and (one.dtype, one.device, one.requires_grad)
+            == (other.dtype, other.device, other.requires_grad)
+        ):
+            return False
+    return True
+
+
+def _is_functorch(node: fx.Node) -> bool:
+    return node.op == "call_function" and "functorch" in (
+        getattr(node.target, "__module__", None) or ""
+    )

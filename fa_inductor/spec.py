@@ -1,0 +1,135 @@
+"""`AttentionSpec`: everything that is known about one attention problem before it runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import symbolic
+from .symbolic import Dim
+
+CAUSAL_KINDS = ("none", "top_left", "bottom_right")
+
+# Order of (B, H, S, D) in memory that PyTorch's own flash attention gives its output.
+BSHD_ORDER = (0, 2, 1, 3)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Metadata of one tensor: (B, H, S, D), strides in elements."""
+
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage_offset: Dim = 0
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            tensor.dtype,
+            tensor.device,
+            tensor.storage_offset(),
+        )
+
+    def __str__(self) -> str:
+        return "(" + ", ".join(map(symbolic.text, self.shape)) + ")"
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention problem.
+
+    q: (B, Hq, Sq, D); k: (B, Hkv, Sk, D); v: (B, Hkv, Sk, Dv), Hq a multiple of Hkv.
+    dtype: what the scores are computed from and the output has (under autocast the inputs
+        may still have another).
+    causal: "none"; "top_left": query i sees keys j <= i; "bottom_right": j <= i + Sk - Sq.
+    scale: factor on q·k; None means 1/sqrt(D).
+    mask: what the attention mask is, in words; None without one.
+    dropout_p: probability with which a weight is dropped.
+    needs_grad: whether a backward can be asked for.
+    deterministic: whether the backward must be repeatable bit by bit.
+    sdp_backends: names of `torch.nn.attention.SDPBackend` that the user left enabled around
+        the call, None when nothing is restricted.
+    """
+
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    dtype: torch.dtype
+    causal: str = "none"
+    scale: float | None = None
+    mask: str | None = None
+    dropout_p: float = 0.0
+    needs_grad: bool = False
+    deterministic: bool = False
+    sdp_backends: tuple[str, ...] | None = None
+
+    @property
+    def head_dims(self) -> tuple[Dim, Dim]:
+        """(D, Dv)."""
+        return self.q.shape[3], self.v.shape[3]
+
+    @property
+    def heads(self) -> tuple[Dim, Dim]:
+        """(Hq, Hkv)."""
+        return self.q.shape[1], self.k.shape[1]
+
+    @property
+    def lengths(self) -> tuple[Dim, Dim]:
+        """(Sq, Sk)."""
+        return self.q.shape[2], self.k.shape[2]
+
+    def to_json(self) -> dict[str, Any]:
+        def tensor(t: TensorSpec) -> dict[str, Any]:
+            return {
+                "shape": [_json_dim(d) for d in t.shape],
+                "stride": [_json_dim(d) for d in t.stride],
+                "dtype": str(t.dtype).removeprefix("torch."),
+                "device": str(t.device),
+            }
+
+        return {
+            "q": tensor(self.q),
+            "k": tensor(self.k),
+            "v": tensor(self.v),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "causal": self.causal,
+            "scale": self.scale,
+            "mask": self.mask,
+            "dropout_p": self.dropout_p,
+            "needs_grad": self.needs_grad,
+            "deterministic": self.deterministic,
+            "sdp_backends": list(self.sdp_backends) if self.sdp_backends is not None else None,
+        }
+
+    def __str__(self) -> str:
+        sq, sk = self.lengths
+        parts = [
+            str(self.dtype).removeprefix("torch."),
+            f"q{self.q}",
+            f"k{self.k}",
+            f"v{self.v}",
+        ]
+        if self.causal != "none":
+            parts.append("causal" if symbolic.same(sq, sk) else f"causal {self.causal}")
+        if self.mask:
+            parts.append(self.mask)
+        if self.dropout_p:
+            parts.append(f"dropout {self.dropout_p}")
+        parts.append("fwd+bwd" if self.needs_grad else "fwd")
+        return " ".join(parts)
+
+
+def default_scale(head_dim: int) -> float:
+    """1/sqrt(D), the scale of "Attention Is All You Need" (Vaswani et al., 2017), section 3.2.1."""
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def _json_dim(dim: Dim) -> int | str:
+    return symbolic.as_int(dim) if symbolic.is_static(dim) else str(dim)

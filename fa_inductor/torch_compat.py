@@ -1,0 +1,273 @@
+"""The one place that touches PyTorch interfaces which are private or differ between versions.
+
+Each function adapts one of them and is exercised by `tests/test_torch_compat.py`, so that a
+PyTorch release that moves something fails there, with the name of what moved.
+Importing this module does not import Dynamo or Inductor.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .errors import AdapterError
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+
+def adapted(owner: Any, name: str) -> Any:
+    """`owner.name`, or an `AdapterError` that says what this PyTorch no longer has."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as missing:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise AdapterError(
+            f"PyTorch {torch.__version__} has no {where}.{name}, which fa_inductor "
+            "adapts in torch_compat.py; use a tested version (2.11 to 2.14) or update fa_inductor."
+        ) from missing
+
+
+# --- Inductor's options -------------------------------------------------------------------
+
+
+def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Any:
+    """The callable that `torch.compile(backend="inductor", mode=…, options=…)` would use.
+
+    It validates the options as PyTorch does, and has `.config` (the patches), `.reset()` and
+    `__call__(gm, inputs)`.
+    """
+    return adapted(torch, "_TorchCompileInductorWrapper")(mode, options, None)
+
+
+def inductor_option_names() -> list[str]:
+    """Names of Inductor's own options."""
+    from torch._inductor import config
+
+    return list(config.get_config_copy())
+
+
+# --- Inductor's custom passes -------------------------------------------------------------
+
+
+def custom_passes(value: Any) -> tuple[Any, ...]:
+    """The passes in one of Inductor's custom-pass options (None, one pass, list or tuple)."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def pre_grad_takes_list() -> bool:
+    """Whether `pre_grad_custom_pass` may be a list (torch >= 2.13) or is one callable (2.11)."""
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+@functools.cache
+def _pass_classes() -> tuple[type, type]:
+    """The two `CustomGraphPass` classes, made on first use so that Inductor loads late."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class GraphPass(CustomGraphPass):  # type: ignore[misc, valid-type]
+        def __init__(self, run: Callable[[Any], None], uuid: Callable[[], Any]) -> None:
+            self.run, self.get_uuid = run, uuid
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self.run(graph)
+
+        def uuid(self) -> Any:
+            return self.get_uuid()
+
+        def __reduce__(self) -> Any:
+            return graph_pass, (self.run, self.get_uuid)
+
+    class CacheKeyPass(CustomGraphPass):  # type: ignore[misc, valid-type]
+        """Does what the passes in `inner` do, and adds `key` to their cache key."""
+
+        def __init__(self, key: str, inner: tuple[Any, ...]) -> None:
+            self.key, self.inner = key, inner
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for inner in self.inner:
+                inner(graph)
+
+        def uuid(self) -> Any:
+            keys = [inner.uuid() if hasattr(inner, "uuid") else None for inner in self.inner]
+            # A pass without a key must keep switching the cache off, as it does alone.
+            return (self.key, *keys) if all(keys) else None
+
+        def __reduce__(self) -> Any:
+            return cache_key_pass, (self.key, self.inner)
+
+    return GraphPass, CacheKeyPass
+
+
+def graph_pass(run: Callable[[Any], None], uuid: Callable[[], Any]) -> CustomGraphPass:
+    """A `CustomGraphPass` that runs `run(graph)` and is keyed by `uuid()`."""
+    return _pass_classes()[0](run, uuid)
+
+
+def cache_key_pass(key: str, inner: Any = None) -> CustomGraphPass:
+    """A pass that changes nothing beyond what `inner` does, but puts `key` into cache keys."""
+    return _pass_classes()[1](key, custom_passes(inner))
+
+
+# --- What Dynamo is compiling ---------------------------------------------------------------
+
+
+def is_sub_graph(graph: torch.fx.Graph) -> bool:
+    """Whether `graph` belongs to a sub-module of a graph that Dynamo is compiling now.
+
+    Dynamo sets `compile_subgraph_reason` on the graphs it hands to a backend, and on no
+    sub-graph of theirs.
+    """
+    compile_context = adapted(torch._guards, "CompileContext")
+    if compile_context.current_compile_id() is None:
+        return False
+    return not hasattr(graph.owning_module, "compile_subgraph_reason")
+
+
+def graph_break_reason(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """(reason, `file:line` of the user's frame) of the break that ended this graph, or None."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return str(reason.reason), f"{frame.filename}:{frame.lineno}" if frame else ""
+
+
+# --- torch.nn.attention.sdpa_kernel ---------------------------------------------------------
+
+
+def sdp_backends() -> tuple[str, ...]:
+    """Names of the `SDPBackend`s enabled now, most preferred first."""
+    current = adapted(torch.nn.attention, "_cur_sdpa_kernel_backends")
+    return tuple(backend.name for backend in current(with_priority=True))
+
+
+def default_sdp_backends() -> tuple[str, ...]:
+    """Names of all `SDPBackend`s in PyTorch's default order of preference."""
+    # The order that torch 2.11 to 2.14 start with; `tests/test_torch_compat.py` holds it.
+    return ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION", "OVERRIDEABLE")
+
+
+def sdpa_kernel_targets() -> tuple[Any, Any]:
+    """The two functions that Dynamo leaves in a graph for `sdpa_kernel`: (set flags, name)."""
+    attention = torch.nn.attention
+    return adapted(attention, "_sdpa_kernel"), adapted(attention, "_backend_from_string")
+
+
+def guard_sdp_backends() -> None:
+    """Make the graph that Dynamo is compiling now valid only under the present SDP flags.
+
+    Dynamo itself does not guard them. Outside a Dynamo compile this does nothing.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard
+
+    expected = sdp_backends()
+    guards = context.guards_context.dynamo_guards
+    if any(getattr(g.create_fn, "_fa_inductor_flags", None) == expected for g in guards):
+        return
+
+    def install(builder: Any, guard: Guard) -> None:
+        builder.guard_manager.root.add_lambda_guard(
+            lambda _: sdp_backends() == expected,
+            [f"sdpa_kernel backends == {expected}"],
+            guard.user_stack,
+        )
+
+    install._fa_inductor_flags = expected  # type: ignore[attr-defined]
+    guards.add(Guard(GlobalStateSource(), install))
+
+
+# --- Autograd -------------------------------------------------------------------------------
+
+
+def autograd_kernel(
+    op: Any, setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The Autograd-key kernel that `torch.library.register_autograd` would register for `op`."""
+    from torch._library import autograd
+
+    info = adapted(autograd, "Info")(_backward_fn=backward, _setup_context_fn=setup_context)
+    return adapted(autograd, "make_autograd_impl")(op, info)
+
+
+def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a forward-mode derivative is being taken through one of the tensors."""
+    from torch.autograd import forward_ad
+
+    if adapted(forward_ad, "_current_level") < 0:
+        return False
+    return any(
+        forward_ad.unpack_dual(tensor).tangent is not None
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    )
+
+
+# --- Running Dynamo without a trace ----------------------------------------------------------
+
+
+def compile_isolated(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile(fn, backend=backend)` with cache entries of its own where torch has them."""
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch >= 2.13
+        return torch.compile(fn, backend=backend, isolate_recompiles=True)
+    return torch.compile(fn, backend=backend)
+
+
+@contextmanager
+def untouched_dynamo() -> Iterator[None]:
+    """Undo what compiling inside leaves in Dynamo: cache entries, shape profile, counters.
+
+    Code that had no cache entry before is reset. Where a cache entry of the user's must stay,
+    torch 2.11 keeps a dead entry of ours beside it, which counts towards its recompile limit;
+    torch >= 2.13 keeps isolated entries apart (`compile_isolated`).
+    """
+    from torch._C._dynamo import eval_frame
+    from torch._dynamo import convert_frame, pgo, utils
+
+    entries_of = adapted(eval_frame, "_debug_get_cache_entry_list")
+    seen: dict[int, Any] = {}
+    kept: dict[int, list[Any]] = {}
+
+    def remember(code: Any, _: Any) -> None:
+        if id(code) not in seen:
+            seen[id(code)] = code
+            kept[id(code)] = entries_of(code)
+
+    profile = copy.deepcopy(adapted(pgo, "_CODE_STATE"))
+    counters = copy.deepcopy(utils.counters)
+    handle = adapted(convert_frame, "register_bytecode_hook")(remember)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for key, code in seen.items():
+            if not kept[key]:
+                adapted(eval_frame, "reset_code")(code)
+                continue
+            for entry in entries_of(code):
+                if not any(entry is old for old in kept[key]):
+                    _invalidate(entry)
+        pgo._CODE_STATE = profile
+        utils.counters.clear()
+        utils.counters.update(counters)
+
+
+def _invalidate(entry: Any) -> None:
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    state = adapted(entry.guard_manager, "extra_state")
+    state.invalidate(entry, DeletedGuardManagerWrapper("compiled for fa_inductor.explain"))

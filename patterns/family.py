@@ -1,0 +1,158 @@
+"""What a pattern family is, and the pieces that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Union
+
+import torch
+from torch import fx
+
+from ..spec import AttentionSpec
+
+Value = Any
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is true around a node: one graph's surroundings, worked out before matching.
+
+    sdp_backends: per node, the `SDPBackend` names left enabled there, None when unrestricted.
+    blocked: why nothing in this graph may be rewritten, or None.
+    deterministic: whether `torch.use_deterministic_algorithms` is on.
+    """
+
+    sdp_backends: Mapping[fx.Node, tuple[str, ...] | None] = field(default_factory=dict)
+    blocked: str | None = None
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attention that was understood: `spec` says what it computes.
+
+    details: what `rewrite` of the family needs, found while matching.
+    fixed_kernel: the kernel, when the user's code has already named it.
+    """
+
+    node: fx.Node
+    spec: AttentionSpec
+    details: Any = None
+    fixed_kernel: str | None = None
+
+
+@dataclass(frozen=True)
+class NotUnderstood:
+    """An attention that must be left as it is written, and why."""
+
+    node: fx.Node
+    reason: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """A small callable with inputs, used by tests and to draw the docs' table.
+
+    sites: how many attention sites the pass must rewrite in it on the reference kernel.
+    make_inputs: fresh float32 inputs for `fn`.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    make_inputs: Callable[[], tuple[Any, ...]]
+    sites: int = 1
+
+
+class Family(Protocol):
+    """One way in which attention is written (a module has this shape)."""
+
+    NAME: str
+    ANCHORS: Sequence[Any]
+
+    def match(self, node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]: ...
+
+    def rewrite(self, site: Site, kernel: str) -> None: ...
+
+    def examples(self) -> list[Example]: ...
+
+    def counterexamples(self) -> list[Example]: ...
+
+
+class Unbindable(Exception):
+    """The arguments of a call do not fit the known signature."""
+
+
+def bind(node: fx.Node, names: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name, whichever way they were spelt.
+
+    Raises `Unbindable` for an argument that the signature does not have, so that a newer
+    PyTorch's extra argument is never ignored.
+    """
+    if len(node.args) > len(names):
+        raise Unbindable(f"{len(node.args)} positional arguments, at most {len(names)} known")
+    bound = dict(defaults)
+    bound.update(zip(names, node.args, strict=False))
+    for name, value in node.kwargs.items():
+        if name not in names:
+            raise Unbindable(f"unknown argument {name!r}")
+        bound[name] = value
+    missing = [name for name in names if name not in bound]
+    if missing:
+        raise Unbindable(f"argument {missing[0]!r} is missing")
+    return bound
+
+
+def example_of(value: Value) -> Any:
+    """The fake value that Dynamo recorded for an argument; constants are their own."""
+    return value.meta.get("example_value") if isinstance(value, fx.Node) else value
+
+
+def tensor_objection(name: str, value: Value) -> str | None:
+    """Why an argument is not a plain tensor of rank 4, or None."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    tensor = example_of(value)
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name} is {type(tensor).__name__}, not a tensor with known metadata"
+    if tensor.is_nested:
+        return f"{name} is a nested tensor"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"{name} is a tensor subclass ({type(tensor).__name__})"
+    if tensor.layout != torch.strided:
+        return f"{name} has layout {tensor.layout}"
+    return None
+
+
+def describe(name: str, value: Value) -> str:
+    """A mask in words: `attn_mask bool (2, 1, 8, 8)`."""
+    tensor = example_of(value)
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name} {type(tensor).__name__}"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} {dtype} ({', '.join(map(str, tensor.shape))})"
+
+
+class Emitter:
+    """Inserts nodes in front of `node` that carry its source location."""
+
+    _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call_function node, or a call_method node when `target` is a string."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with self.node.graph.inserting_before(self.node):
+            new = self.node.graph.create_node(kind, target, args, kwargs)
+        for key in self._INHERITED:
+            if key in self.node.meta:
+                new.meta[key] = self.node.meta[key]
+        return new
+
+    def finish(self, replacement: Value) -> None:
+        """Use `replacement` wherever the node was used, and remove the node."""
+        replacement.meta.update(self.node.meta)
+        self.node.replace_all_uses_with(replacement)
+        self.node.graph.erase_node(self.node)
