@@ -13,6 +13,7 @@ from . import compile_pass, kernels, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
+from .report import timed_pass
 
 # The Inductor option that carries our cache key through a pass that changes nothing.
 _KEY_CARRIER = "joint_custom_pre_pass"
@@ -31,10 +32,11 @@ def fa_inductor(
     Raises `OptionError` for an unknown or impossible option, naming the nearest known one, and
     `FallbackError` when `fa.on_fallback="error"` and a site is left to PyTorch.
     """
-    config, compiler = _parse(mode, options)
-    # Read before the rewrite, under the flags that the rewrite decides by.
-    patches = _with_cache_key(compiler.config, fingerprint(config))
-    compile_pass.run(gm, config)
+    with timed_pass():
+        config, compiler = _parse(mode, options)
+        # Read before the rewrite, under the flags that the rewrite decides by.
+        patches = _with_cache_key(compiler.config, fingerprint(config))
+        compile_pass.run(gm, config)
     return torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
 
 
@@ -128,7 +130,8 @@ class _RunPass:
         # Sub-graphs come first and alone; their surroundings are known once the root comes.
         if not torch_compat.is_sub_graph(graph):
             assert graph.owning_module is not None
-            compile_pass.run(graph.owning_module, self.config)
+            with timed_pass():
+                compile_pass.run(graph.owning_module, self.config)
 
 
 class _Key:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,11 +37,15 @@ class GraphBreak:
 
 @dataclass
 class Report:
-    """Sites, graphs and graph breaks of one or more compiles."""
+    """Sites, graphs and graph breaks of one or more compiles.
+
+    pass_seconds: time that the pass itself took in them.
+    """
 
     sites: list[SiteRecord] = field(default_factory=list)
     graphs: list[GraphRecord] = field(default_factory=list)
     graph_breaks: list[GraphBreak] = field(default_factory=list)
+    pass_seconds: float = 0.0
 
     def add(self, nodes: int, sites: Sequence[SiteRecord], broken: GraphBreak | None) -> None:
         """Add one graph."""
@@ -109,13 +114,14 @@ class Report:
         from rich.text import Text
 
         table = Table(title=self.summary(), title_justify="left")
-        for heading in ("source", "module", "attention", "kernel", "why not another, and notes"):
+        for heading in ("source", "module", "attention", "kernel", "why not another; notes"):
             table.add_column(heading, overflow="fold")
-        for site in self.sites:
+        for alike in _grouped(self.sites):
+            site = alike[0]
             notes = site.reason_texts + [f"copied: {n} ({why})" for n, why in site.copied.items()]
             table.add_row(
                 Text(_short(site.source)),
-                Text(site.module),
+                Text(_modules(alike)),
                 Text(str(site.spec) if site.spec else site.family),
                 Text(site.kernel or "fallback", style="green" if site.kernel else "yellow"),
                 Text("\n".join(notes)),
@@ -148,6 +154,21 @@ def fallback_line(sites: Sequence[SiteRecord]) -> str | None:
     )
 
 
+def _grouped(sites: Sequence[SiteRecord]) -> list[list[SiteRecord]]:
+    """Sites that differ in nothing but their module, together: one row of a table."""
+    groups: dict[object, list[SiteRecord]] = {}
+    for site in sites:
+        notes = (*site.reason_texts, *site.copied.values())
+        groups.setdefault((site.source, str(site.spec), site.kernel, notes), []).append(site)
+    return list(groups.values())
+
+
+def _modules(alike: Sequence[SiteRecord]) -> str:
+    if len(alike) == 1:
+        return alike[0].module
+    return f"{alike[0].module} … {alike[-1].module} ({len(alike)} sites)"
+
+
 def _short(source: str) -> str:
     return "/".join(source.split("/")[-2:])
 
@@ -164,6 +185,17 @@ def collecting(report: Report | None = None) -> Iterator[Report]:
         yield report
     finally:
         _collector.reset(token)
+
+
+@contextmanager
+def timed_pass() -> Iterator[None]:
+    """Add the time spent inside to the collecting report's `pass_seconds`."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        if (collecting_now := _collector.get()) is not None:
+            collecting_now.pass_seconds += time.perf_counter() - started
 
 
 def collector() -> Report | None:

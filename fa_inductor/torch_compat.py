@@ -53,6 +53,16 @@ def inductor_option_names() -> list[str]:
     return list(config.get_config_copy())
 
 
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor would use on the CPU, or None when there is none."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        return adapted(cpp_builder, "get_cpp_compiler")()
+    except adapted(exc, "InvalidCxxCompiler"):
+        return None
+
+
 # --- Inductor's custom passes -------------------------------------------------------------
 
 

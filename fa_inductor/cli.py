@@ -1,0 +1,69 @@
+"""`fa-inductor` and `python -m fa_inductor`: explain a model, check an installation."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .errors import FaInductorError, OptionError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fa-inductor")
+def main() -> None:
+    """Attention in compiled PyTorch graphs: what runs where, and why."""
+
+
+@main.command()
+@click.argument("make")
+@click.option("--target", help="Plan for this GPU (sm_90a, sm_100a, ...), present or not.")
+@click.option("--kernels", default="fa4,cudnn", show_default=True, help="Kernels, by preference.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON here.")
+def explain(make: str, target: str | None, kernels: str, json_file: Path | None) -> None:
+    """Report every attention site of MAKE, a `package.module:function` that returns
+    (fn, args, kwargs)."""
+    from rich.console import Console
+
+    from .explaining import explain as explain_function
+
+    try:
+        fn, args, kwargs = _load(make)()
+        options = {"fa.kernels": tuple(name.strip() for name in kernels.split(","))}
+        report = explain_function(fn, options, target)(*args, **kwargs)
+    except FaInductorError as error:
+        raise click.ClickException(str(error)) from error
+    Console().print(report)
+    if json_file is not None:
+        json_file.write_text(report.dumps() + "\n")
+
+
+@main.command()
+def doctor() -> None:
+    """Versions, the GPU, and what each kernel can run here."""
+    from rich.console import Console
+
+    from .doctor import diagnosis
+
+    Console().print(diagnosis())
+
+
+def _load(name: str) -> Callable[[], Any]:
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        raise OptionError(f"{name!r}: expected package.module:function.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as missing:
+        raise OptionError(f"{name!r}: there is no module {missing.name!r}.") from missing
+    try:
+        return getattr(module, attribute)
+    except AttributeError as missing:
+        raise OptionError(f"{name!r}: {module_name} has no {attribute!r}.") from missing

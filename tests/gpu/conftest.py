@@ -1,0 +1,37 @@
+"""The GPU tests: run with `make test-gpu`, on a machine with a Hopper or Blackwell GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from poison import poison_cuda_free_memory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_gpu() -> Iterator[None]:
+    """Each test starts with the allocator's free memory full of NaN."""
+    assert torch.cuda.is_available(), "the GPU tests need a CUDA GPU"
+    poison_cuda_free_memory()
+    yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ran = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+        if report.when == "call" and "/gpu/" in report.nodeid
+    ]
+    if ran and torch.cuda.is_available():
+        terminalreporter.write_line(
+            f"{len(ran)} GPU tests ran on {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        )

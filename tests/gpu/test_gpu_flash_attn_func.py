@@ -1,0 +1,126 @@
+"""User code that calls FlashAttention-4 itself: it traces, launches, and gives FA4's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flash_attn.cute import flash_attn_func
+
+import fa_inductor  # noqa: F401
+from helpers import relative_error
+from poison import poison_cuda_free_memory
+
+BACKENDS = ("inductor", "fa_inductor")
+
+
+def _inputs(length: int, *, grad: bool = False, heads: int = 16) -> list[torch.Tensor]:
+    return [
+        torch.randn(1, length, heads, 128, device="cuda", dtype=torch.bfloat16).requires_grad_(grad)
+        for _ in range(3)
+    ]
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return flash_attn_func(q, k, v, causal=False)[0]
+
+
+def _poisoned(run: Callable[[], Any]) -> Any:
+    poison_cuda_free_memory()
+    return run()
+
+
+@pytest.mark.parametrize("length", [4096, 16384, 65536])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward_is_bitwise_eager(backend: str, length: int) -> None:
+    q, k, v = _inputs(length)
+    with torch.no_grad():
+        expected = _attend(q, k, v)
+        compiled = torch.compile(_attend, fullgraph=True, backend=backend)
+        for _ in range(2):
+            actual = _poisoned(lambda: compiled(q, k, v))
+            assert torch.isfinite(actual).all()
+            assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("length", [4096, 16384, 65536])
+def test_deterministic_gradients_are_bitwise_eager(length: int) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(q, k, v, causal=False, deterministic=True)[0]
+
+    inputs = _inputs(length, grad=True)
+    grad_out = torch.randn(1, length, 16, 128, device="cuda", dtype=torch.bfloat16)
+    expected = torch.autograd.grad(attend(*inputs), inputs, grad_out)
+    compiled = torch.compile(attend, fullgraph=True, backend="fa_inductor")
+    actual = _poisoned(lambda: torch.autograd.grad(compiled(*inputs), inputs, grad_out))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.isfinite(ours).all()
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_gradients_match_eager(length: int) -> None:
+    """Without `deterministic` FA4 adds dQ up in any order: equal to bf16 rounding only."""
+    inputs = _inputs(length, grad=True)
+    grad_out = torch.randn(1, length, 16, 128, device="cuda", dtype=torch.bfloat16)
+    expected = torch.autograd.grad(_attend(*inputs), inputs, grad_out)
+    compiled = torch.compile(_attend, fullgraph=True, backend="fa_inductor")
+    actual = _poisoned(lambda: torch.autograd.grad(compiled(*inputs), inputs, grad_out))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert relative_error(ours, theirs) < 4e-3  # one bf16 rounding is 2^-8 = 3.9e-3
+
+
+def test_difference_from_core_is_the_bf16_noise_floor() -> None:
+    q, k, v = _inputs(4096)
+    compiled = torch.compile(_attend, fullgraph=True, backend="fa_inductor")
+    with torch.no_grad():
+        actual = _poisoned(lambda: compiled(q, k, v))
+        core = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+    difference = (actual - core.transpose(1, 2)).abs().max().item()
+    print(f"max-abs difference from core at S=4096: {difference:.2e}")
+    assert difference <= 1e-3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lse_gradient_matches_eager(causal: bool) -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return flash_attn_func(q, k, v, causal=causal, deterministic=True, return_lse=True)
+
+    inputs = _inputs(512, grad=True, heads=4)
+    weights = (torch.randn(1, 512, 4, 128, device="cuda"), torch.randn(1, 4, 512, device="cuda"))
+
+    def loss(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return sum((o.float() * w).sum() for o, w in zip(outputs, weights, strict=True))
+
+    expected = torch.autograd.grad(loss(attend(*inputs)), inputs)
+    compiled = torch.compile(attend, fullgraph=True, backend="fa_inductor")
+    actual = _poisoned(lambda: torch.autograd.grad(loss(compiled(*inputs)), inputs))
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_argument_that_is_not_carried_runs_eagerly_and_right() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(q * 1, k, v, window_size=(64, 0))[0]
+
+    q, k, v = _inputs(512, heads=4)
+    with torch.no_grad():
+        expected = attend(q, k, v)
+        compiled = torch.compile(attend, backend="fa_inductor")
+        assert torch.equal(_poisoned(lambda: compiled(q, k, v)), expected)
+
+
+def test_cuda_graphs_replay_with_changed_inputs() -> None:
+    q, k, v = _inputs(4096)
+    compiled = torch.compile(
+        _attend, fullgraph=True, backend="fa_inductor", options={"fa.mode": "reduce-overhead"}
+    )
+    with torch.no_grad():
+        for _ in range(5):
+            for tensor in (q, k, v):
+                tensor.normal_()
+            expected = _attend(q, k, v)
+            assert torch.equal(compiled(q, k, v), expected)
