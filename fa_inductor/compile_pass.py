@@ -31,6 +31,13 @@ def run(
         collecting.add(len(gm.graph.nodes), sites, broken)
     for site in sites:
         log.info("%s: %s on %s; %s", site.source, site.spec, site.kernel, site.reason_texts)
+        if site.objections and apply:
+            log.warning(
+                "%s: %s is called by name, although: %s",
+                site.source,
+                site.kernel,
+                " · ".join(site.objections),
+            )
     line = report.fallback_line(sites)
     if line and config.on_fallback == "error":
         raise FallbackError(line)

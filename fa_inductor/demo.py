@@ -118,19 +118,25 @@ def main() -> int:
         )
         return 2
     kernels = ("fa4", "cudnn") if on_gpu else ("reference",)
-    options = {"fa.kernels": kernels}
+    options: dict[str, Any] = {"fa.kernels": kernels}
     model, args, kwargs = make()
     parameters = list(model.parameters())
     console.print(explain(model, options)(*args, **kwargs))
 
-    with torch.compiler.config.patch(force_disable_caches=True), report.collecting() as compiled_report:
+    with (
+        torch.compiler.config.patch(force_disable_caches=True),  # type: ignore[attr-defined]
+        report.collecting() as compiled_report,
+    ):
         compiled = torch.compile(model, backend="fa_inductor", fullgraph=True, options=options)
         started = time.perf_counter()
         ours = _step(compiled, parameters, args)
         compile_seconds = time.perf_counter() - started
     precise = copy.deepcopy(model).float()
     expected = _step(precise, list(precise.parameters()), args)
-    ours_error, eager_error = _error(ours, expected), _error(_step(model, parameters, args), expected)
+    ours_error, eager_error = (
+        _error(ours, expected),
+        _error(_step(model, parameters, args), expected),
+    )
     right = ours_error < 2 * eager_error
     console.print(
         f"loss and {len(parameters)} gradients, largest relative error against float32 eager: "

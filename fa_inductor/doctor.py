@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import __version__, kernels
-from .support import ROWS, Row
+from .spec import AttentionSpec, TensorSpec
+from .support import Row, reasons_against, rows_of
 from .target import TESTED_LIBRARIES, Target, installed_libraries
 
 if TYPE_CHECKING:
@@ -22,26 +23,16 @@ def here() -> Target:
 
 def rows_that_hold(kernel: str, target: Target) -> list[Row]:
     """Rows of the support table that can bite on `target`."""
-    return [r for r in ROWS if r.kernel == kernel and (not r.families or target.family in r.families)]
+    rows = rows_of(kernel, kernels.extra_rows(kernel))
+    return [row for row in rows if not row.families or target.family in row.families]
 
 
-def obstacle(kernel: str, target: Target) -> str | None:
-    """Why a kernel can run nothing at all on `target`, or None."""
-    if kernel in kernels.PLANNED:
-        return "not carried by this version of fa_inductor"
-    if kernel != "fa4":
-        return None
-    version = target.libraries["flash-attn-4"]
-    tested = TESTED_LIBRARIES["flash-attn-4"]
-    if not version:
-        return f"flash-attn-4 is not installed: pip install flash-attn-4=={tested}"
-    if version != tested:
-        return f"flash-attn-4 {version} is installed, {tested} is needed: pip install flash-attn-4=={tested}"
-    if not target.family:
-        return "no CUDA GPU"
-    if target.family not in (8, 9, 10, 12):
-        return f"{target.arch}: FA4 needs sm_80, sm_90, sm_10x or sm_12x"
-    return None
+def obstacles(kernel: str, target: Target) -> list[str]:
+    """Why a kernel can run not even a plain bfloat16 attention on `target`."""
+    device = torch.device("cuda" if target.family else "cpu")
+    tensor = TensorSpec((1, 1, 128, 64), (8192, 64, 64, 1), torch.bfloat16, device)
+    plain = AttentionSpec(tensor, tensor, tensor, torch.bfloat16, scale=0.125)
+    return reasons_against(kernel, plain, target, kernels.extra_rows(kernel))
 
 
 def diagnosis() -> RenderableType:
@@ -65,9 +56,9 @@ def diagnosis() -> RenderableType:
     for heading in ("kernel", "can run", "limit", "pass", "source"):
         table.add_column(heading, overflow="fold")
     for kernel in kernels.known():
-        blocked = obstacle(kernel, target)
+        blocked = obstacles(kernel, target)
         rows = [] if blocked else rows_that_hold(kernel, target)
-        table.add_row(kernel, f"no: {blocked}" if blocked else "yes")
+        table.add_row(kernel, f"no: {' · '.join(blocked)}" if blocked else "yes")
         for row in rows:
             table.add_row("", row.feature, row.limit, row.passes, row.source)
     return Group(versions, gpu, table)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from . import patterns, torch_compat
+from . import torch_compat
 from .config import Config
+from .patterns import family
 from .target import installed_libraries
 
 
@@ -18,7 +19,7 @@ from .target import installed_libraries
 def sources() -> str:
     """SHA-256 over the sources of fa_inductor and its patterns."""
     digest = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(patterns.__file__).parent):
+    for folder in (Path(__file__).parent, Path(family.__file__).parent):
         for path in sorted(folder.rglob("*.py")):
             digest.update(str(path.relative_to(folder)).encode() + b"\0")
             digest.update(path.read_bytes() + b"\0")

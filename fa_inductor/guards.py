@@ -99,7 +99,9 @@ def _substitute() -> None:
     trace_rules.add("flash_attn.cute")  # type: ignore[attr-defined]
     original = interface.flash_attn_func
     substitute = _make_substitute(original)
-    if list(inspect.signature(original).parameters) != list(inspect.signature(substitute).parameters):
+    if list(inspect.signature(original).parameters) != list(
+        inspect.signature(substitute).parameters
+    ):
         log.warning(
             "flash_attn_func of this FlashAttention-4 (%s) has other arguments than %s; "
             "calls of it break the graph.",

@@ -261,18 +261,19 @@ def _register() -> None:
     second = torch_compat.autograd_kernel(
         attention_backward, lambda ctx, inputs, output: None, _differentiate_twice
     )
-    _library.impl("attention", _refusing_tangents(first, 3, "attention"), "Autograd", with_keyset=True)
+    _library.impl(
+        "attention", _refusing_tangents(first, 3, "attention"), "Autograd", with_keyset=True
+    )
     _library.impl(
         "attention_backward",
         _refusing_tangents(second, 7, "attention_backward"),
         "Autograd",
         with_keyset=True,
     )
-    for device_type, key in (
-        ("cuda", torch._C.DispatchKey.AutocastCUDA),
-        ("cpu", torch._C.DispatchKey.AutocastCPU),
-    ):
-        _library.impl("attention", _cast_under_autocast(device_type, key), key.name)
+    for device_type in ("cuda", "cpu"):
+        key = f"Autocast{device_type.upper()}"
+        autocast = _cast_under_autocast(device_type, getattr(torch._C.DispatchKey, key))
+        _library.impl("attention", autocast, key)
 
 
 _register()

@@ -99,9 +99,7 @@ class Report:
                 for site in self.sites
             ],
             "graphs": [{"nodes": g.nodes, "sites": g.sites} for g in self.graphs],
-            "graph_breaks": [
-                {"reason": b.reason, "source": b.source} for b in self.graph_breaks
-            ],
+            "graph_breaks": [{"reason": b.reason, "source": b.source} for b in self.graph_breaks],
         }
 
     def dumps(self) -> str:

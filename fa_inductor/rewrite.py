@@ -45,6 +45,11 @@ class SiteRecord:
     copied: Mapping[str, str]
 
     @property
+    def objections(self) -> tuple[str, ...]:
+        """What speaks against the kernel itself, when the user's own code has named it."""
+        return self.reasons.get(self.kernel, ()) if self.kernel else ()
+
+    @property
     def reason_texts(self) -> list[str]:
         """`fa4: dropout_p=0.1 > 0 (...)`, one for each kernel and reason."""
         return [f"{name}: {text}" for name, texts in self.reasons.items() for text in texts]
@@ -117,12 +122,14 @@ def _decide(
     family: Family, site: Site, scope: Scope, config: Config, target: Target | None
 ) -> SiteRecord:
     spec = site.spec
+    target = target or Target.of_device(spec.q.device)
     if site.fixed_kernel:
         kernels.check_known(site.fixed_kernel)
-        return _record(family, site.node, spec, site.fixed_kernel, {})
+        against = choose(spec, Config(kernels=(site.fixed_kernel,)), target).reasons
+        return _record(family, site.node, spec, site.fixed_kernel, against)
     if scope.blocked:
         return _record(family, site.node, spec, None, {"all": (scope.blocked,)})
-    choice = choose(spec, config, target or Target.of_device(spec.q.device))
+    choice = choose(spec, config, target)
     return _record(family, site.node, spec, choice.kernel, choice.reasons)
 
 

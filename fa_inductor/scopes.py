@@ -25,7 +25,6 @@ _OPERANDS: dict[str, Any] = {
 }
 
 
-
 @dataclass
 class _Call:
     """One place that runs a body: the op, its operands, the pins in force there."""

@@ -156,16 +156,34 @@ def graph_break_reason(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 # --- torch.nn.attention.sdpa_kernel ---------------------------------------------------------
 
 
-def sdp_backends() -> tuple[str, ...]:
-    """Names of the `SDPBackend`s enabled now, most preferred first."""
-    current = adapted(torch.nn.attention, "_cur_sdpa_kernel_backends")
-    return tuple(backend.name for backend in current(with_priority=True))
+# PyTorch's own orders of preference: the one it starts with, and the one that torch >= 2.5 sets
+# by itself on Hopper and newer once an attention has run (cuDNN first). Neither is a user's wish.
+_DEFAULT_SDP_ORDERS = (
+    ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION", "OVERRIDEABLE"),
+    ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "OVERRIDEABLE"),
+)
 
 
 def default_sdp_backends() -> tuple[str, ...]:
-    """Names of all `SDPBackend`s in PyTorch's default order of preference."""
-    # The order that torch 2.11 to 2.14 start with; `tests/test_torch_compat.py` holds it.
-    return ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION", "OVERRIDEABLE")
+    """Names of all `SDPBackend`s in the order of preference that PyTorch starts with."""
+    return _DEFAULT_SDP_ORDERS[0]
+
+
+def sdp_backends() -> tuple[str, ...]:
+    """Names of the `SDPBackend`s enabled now, most preferred first.
+
+    An order that PyTorch sets by itself counts as the one it starts with, so that only what a
+    user asked for makes a difference.
+    """
+    current = adapted(torch.nn.attention, "_cur_sdpa_kernel_backends")
+    order = tuple(
+        torch.nn.attention.SDPBackend(value).name
+        for value in adapted(torch._C, "_get_sdp_priority_order")()
+    )
+    enabled = {backend.name for backend in current()}
+    if order in _DEFAULT_SDP_ORDERS:
+        order = default_sdp_backends()
+    return tuple(name for name in order if name in enabled)
 
 
 def sdpa_kernel_targets() -> tuple[Any, Any]:
@@ -232,9 +250,10 @@ def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
 
 def compile_isolated(fn: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile(fn, backend=backend)` with cache entries of its own where torch has them."""
+    options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # torch >= 2.13
-        return torch.compile(fn, backend=backend, isolate_recompiles=True)
-    return torch.compile(fn, backend=backend)
+        options["isolate_recompiles"] = True
+    return torch.compile(fn, backend=backend, **options)
 
 
 @contextmanager

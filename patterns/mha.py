@@ -168,7 +168,7 @@ def _mask(arguments: dict[str, Any]) -> tuple[bool, str | None]:
 
 
 def _packing(arguments: dict[str, Any]) -> tuple[int, int, int]:
-    """How many projections share one linear, for each of q, k, v: (3, 3, 3), (1, 2, 2), (1, 1, 1)."""
+    """How many projections share one linear, for each of q, k, v."""
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if arguments["use_separate_proj_weight"] or key is not value:
         return 1, 1, 1
@@ -234,7 +234,9 @@ def _inputs(count: int, *lengths: int) -> Callable[[], tuple[torch.Tensor, ...]]
     return lambda: tuple(torch.randn(2, lengths[i % len(lengths)], 16) for i in range(count))
 
 
-def _call(module: nn.MultiheadAttention, order: Sequence[int], **options: Any) -> Callable[..., Any]:
+def _call(
+    module: nn.MultiheadAttention, order: Sequence[int], **options: Any
+) -> Callable[..., Any]:
     options.setdefault("need_weights", False)
     return lambda *x: module(*(x[i] for i in order), **options)[0]
 
@@ -248,7 +250,9 @@ def examples() -> list[Example]:
         Example("no bias", _call(_module(bias=False, **first), (0, 0, 0)), _inputs(1, 6)),
         Example("cross-attention", _call(_module(**first), (0, 1, 1)), _inputs(2, 6, 9)),
         Example("three inputs", _call(_module(**first), (0, 1, 2)), _inputs(3, 6)),
-        Example("own weights", _call(_module(kdim=16, vdim=16, **first), (0, 1, 1)), _inputs(2, 6, 9)),
+        Example(
+            "own weights", _call(_module(kdim=16, vdim=16, **first), (0, 1, 1)), _inputs(2, 6, 9)
+        ),
         Example("other widths", _other_widths, _inputs(1, 6)),
         Example(
             "causal",
@@ -274,11 +278,21 @@ def counterexamples() -> list[Example]:
         Example("weights returned", lambda x: _module_with_weights(x), _inputs(1, 6), 0),
         Example("attn_mask", _call(_module(**first), (0, 0, 0), attn_mask=mask), _inputs(1, 6), 0),
         Example(
-            "padding mask", _call(_module(**first), (0, 0, 0), key_padding_mask=padding), _inputs(1, 6), 0
+            "padding mask",
+            _call(_module(**first), (0, 0, 0), key_padding_mask=padding),
+            _inputs(1, 6),
+            0,
         ),
         Example("bias_k", _call(_module(add_bias_kv=True, **first), (0, 0, 0)), _inputs(1, 6), 0),
-        Example("zero attn", _call(_module(add_zero_attn=True, **first), (0, 0, 0)), _inputs(1, 6), 0),
-        Example("unbatched", lambda x: _WEIGHTS(x[0], x[0], x[0], need_weights=False)[0], _inputs(1, 6), 0),
+        Example(
+            "zero attn", _call(_module(add_zero_attn=True, **first), (0, 0, 0)), _inputs(1, 6), 0
+        ),
+        Example(
+            "unbatched",
+            lambda x: _WEIGHTS(x[0], x[0], x[0], need_weights=False)[0],
+            _inputs(1, 6),
+            0,
+        ),
     ]
 
 

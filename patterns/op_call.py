@@ -49,7 +49,11 @@ def examples() -> list[Example]:
     arguments = (None, "none", [0, 2, 1, 3], False, "reference")
     return [
         Example("the op", lambda q, k, v: ops.attention(q, k, v, *arguments)[0], make),
-        Example("the packet", lambda q, k, v: torch.ops.fa_inductor.attention(q, k, v, *arguments)[0], make),
+        Example(
+            "the packet",
+            lambda q, k, v: torch.ops.fa_inductor.attention(q, k, v, *arguments)[0],
+            make,
+        ),
     ]
 
 

@@ -76,9 +76,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     expand = _broadcast(examples, out.shape, arguments["enable_gqa"])
     if isinstance(expand, str):
         return NotUnderstood(node, expand)
-    q, k, v = (
-        _expanded(TensorSpec.of(t), to) for t, to in zip(examples, expand, strict=True)
-    )
+    q, k, v = (_expanded(TensorSpec.of(t), to) for t, to in zip(examples, expand, strict=True))
     scale = example_of(arguments["scale"])
     if scale is None and symbolic.is_static(q.shape[3]):
         scale = default_scale(symbolic.as_int(q.shape[3]))
@@ -169,7 +167,9 @@ def _broadcast(
             continue
         for size, full in zip(tensor.shape[:2], (batch, wanted), strict=True):
             if not symbolic.same(size, full) and not symbolic.same(size, 1):
-                return f"{name} {tuple(tensor.shape)} is not provably broadcast to {(batch, wanted)}"
+                return (
+                    f"{name} {tuple(tensor.shape)} is not provably broadcast to {(batch, wanted)}"
+                )
         plan.append((batch, wanted))
     return tuple(plan)
 
@@ -231,7 +231,11 @@ def examples() -> list[Example]:
         Example("batch broadcast", lambda q, k, v: sdpa(q, k[:1], v[:1]), _qkv()),
         Example("query broadcast", lambda q, k, v: sdpa(q[:, :1], k, v), _qkv()),
         Example("Dv != D", lambda q, k, v: sdpa(q, k, v), _qkv(dv=16)),
-        Example("torch._C._nn", lambda q, k, v: torch._C._nn.scaled_dot_product_attention(q, k, v), _qkv()),
+        Example(
+            "torch._C._nn",
+            lambda q, k, v: torch._C._nn.scaled_dot_product_attention(q, k, v),
+            _qkv(),
+        ),
         Example("aten packet", lambda q, k, v: aten(q, k, v, is_causal=True), _qkv()),
         Example("aten overload", lambda q, k, v: aten.default(q, k, v), _qkv()),
         Example("two in one graph", lambda q, k, v: sdpa(sdpa(q, k, v), k, v), _qkv(), sites=2),

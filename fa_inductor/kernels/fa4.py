@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..errors import MissingLibraryError
+from ..errors import DeviceError, DtypeError, MissingLibraryError, ShapeError
 from ..target import TESTED_LIBRARIES
 
 
@@ -27,8 +28,22 @@ def _interface() -> Any:
     return interface
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str) -> None:
+def _check(q: Tensor, v: Tensor) -> None:
+    """The limits that hold on every GPU, as errors for people; FA4 itself only asserts."""
+    if not q.is_cuda:
+        raise DeviceError(f"Kernel fa4 runs on CUDA tensors, got tensors on {q.device}.")
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise DtypeError(f"Kernel fa4 takes float16 and bfloat16, got {q.dtype}.")
+    for dim in (q.shape[3], v.shape[3]):
+        if dim % 8 or not 8 <= dim <= 256:
+            raise ShapeError(f"Kernel fa4 takes head dims 8, 16, ... 256, got {dim}.")
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str
+) -> None:
     """See `fa_inductor.kernels`. `out` may have any dimension order with D innermost."""
+    _check(q, v)
     _interface()._flash_attn_fwd(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -58,6 +73,7 @@ def backward(
     deterministic: bool,
 ) -> None:
     """See `fa_inductor.kernels`. FA4 does not check the gradients' strides: contiguous BSHD."""
+    _check(q, v)
     _interface()._flash_attn_bwd(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -16,7 +16,9 @@ from torch import Tensor
 BLOCK_ELEMENTS = 1 << 26  # scores held at a time: 256 MiB in float32
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str
+) -> None:
     """out = softmax(scale · q kᵀ) v and the log-sum-exp of each row; see `fa_inductor.kernels`."""
     keys, values = _grouped(k, lse.dtype), _grouped(v, lse.dtype)
     for rows in _blocks(q, k):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-
 from poison import poison_cuda_free_memory
 
 
@@ -17,11 +14,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_gpu() -> Iterator[None]:
+def poisoned_gpu() -> None:
     """Each test starts with the allocator's free memory full of NaN."""
     assert torch.cuda.is_available(), "the GPU tests need a CUDA GPU"
     poison_cuda_free_memory()
-    yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

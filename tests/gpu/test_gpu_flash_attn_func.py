@@ -1,4 +1,4 @@
-"""User code that calls FlashAttention-4 itself: it traces, launches, and gives FA4's own numbers."""
+"""User code that calls FlashAttention-4 itself: it traces, launches, and is FA4 bit by bit."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flash_attn.cute import flash_attn_func
-
-import fa_inductor  # noqa: F401
 from helpers import relative_error
 from poison import poison_cuda_free_memory
+
+import fa_inductor  # noqa: F401
 
 BACKENDS = ("inductor", "fa_inductor")
 

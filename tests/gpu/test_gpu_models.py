@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import kernels_of, relative_error, run_reported
+from poison import poison_cuda_free_memory
 from torch.utils.checkpoint import checkpoint
 
 from fa_inductor import demo
-from helpers import kernels_of, relative_error, run_reported
-from poison import poison_cuda_free_memory
 
 # Through several bf16 layers the error is a few roundings (2^-9 each) of every layer's output.
 MODEL_TOLERANCE = 4e-2
@@ -31,12 +31,19 @@ def _llama(cls: str = "Llama") -> tuple[torch.nn.Module, Callable[[], dict[str, 
         attn_implementation="sdpa",
     )
     model = getattr(transformers, f"{cls}ForCausalLM")(config)
-    return model, lambda: {"input_ids": torch.randint(1000, (2, 512), device="cuda"), "use_cache": False}
+    return model, lambda: {
+        "input_ids": torch.randint(1000, (2, 512), device="cuda"),
+        "use_cache": False,
+    }
 
 
 def _vit() -> tuple[torch.nn.Module, Callable[[], dict[str, torch.Tensor]]]:
     config = transformers.ViTConfig(
-        hidden_size=256, num_hidden_layers=2, num_attention_heads=4, intermediate_size=512, attn_implementation="sdpa"
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=512,
+        attn_implementation="sdpa",
     )
     model = transformers.ViTForImageClassification(config)
     return model, lambda: {"pixel_values": torch.randn(2, 3, 224, 224, device="cuda")}
@@ -54,7 +61,10 @@ def test_transformers_model(name: str) -> None:
     with torch.no_grad():
         expected = model(**inputs).logits
         half = copy.deepcopy(model).bfloat16()
-        half_inputs = {k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+        half_inputs = {
+            k: v.bfloat16() if torch.is_tensor(v) and v.is_floating_point() else v
+            for k, v in inputs.items()
+        }
         eager = half(**half_inputs).logits
         options = {"fa.on_fallback": "ignore"}
         compiled = torch.compile(half, backend="fa_inductor", fullgraph=True, options=options)
@@ -65,7 +75,9 @@ def test_transformers_model(name: str) -> None:
     assert not report.graph_breaks
     assert len(report.sites) == 2
     assert torch.isfinite(out.logits).all()
-    assert relative_error(out.logits, expected) < max(MODEL_TOLERANCE, 2 * relative_error(eager, expected))
+    assert relative_error(out.logits, expected) < max(
+        MODEL_TOLERANCE, 2 * relative_error(eager, expected)
+    )
     for site in report.sites:
         if site.kernel is None:
             assert any("attn_mask bool" in text for text in site.reason_texts)
@@ -88,7 +100,9 @@ def test_training_step_of_the_demo_model(length: int, checkpointed: bool) -> Non
         for layer in current.layers:
             x = checkpoint(layer, x, use_reentrant=False)
         logits = torch.nn.functional.linear(current.norm(x[:, :-1]), current.embedding.weight)
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+        )
 
     expected = demo._step(precise, list(precise.parameters()), (tokens,))
     eager = demo._step(model, parameters, (tokens,))

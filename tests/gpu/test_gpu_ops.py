@@ -1,4 +1,4 @@
-"""The op on FA4: layouts, head dims, group sizes, lengths; against float64, forward and backward."""
+"""The op on FA4: layouts, head dims, groups, lengths; against float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-
-from fa_inductor import ops
 from helpers import oracle, relative_error
 from poison import poison_cuda_free_memory, poisoned
+
+from fa_inductor import ops
 
 # bf16 keeps 8 bits: one rounding is 2^-9 = 2e-3 relative; scores, weights and output are rounded.
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
@@ -43,17 +43,18 @@ def _check(q, k, v, causal: str = "none", scale: float | None = None, grad: bool
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
-@pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 120, 128, 136, 160, 192, 224, 248, 256])
+@pytest.mark.parametrize("dim", [24, 32, 64, 96, 120, 128, 136, 160, 192, 224, 248, 256])
 def test_head_dim(dim: int, causal: str) -> None:
     q, k, v = (_leaf((2, 4, 300, dim)) for _ in range(3))
     _check(q, k, v, causal)
 
 
-@pytest.mark.parametrize("dim", [104, 112])
-def test_head_dim_with_a_causal_backward_only(dim: int) -> None:
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("dim", [8, 16, 40, 48, 72, 80, 104, 112])
+def test_head_dim_forward_only(dim: int, causal: str) -> None:
+    """FA4's dQ is wrong at these (flash-attention#2896), so the support table has no backward."""
     q, k, v = (_leaf((2, 4, 300, dim)) for _ in range(3))
-    _check(q, k, v, "bottom_right")
-    _check(q, k, v, "none", grad=False)
+    _check(q, k, v, causal, grad=False)
 
 
 @pytest.mark.parametrize("causal", ["none", "bottom_right"])
@@ -83,7 +84,9 @@ def test_grouped_queries(heads: tuple[int, int], causal: str) -> None:
     _check(q, k, v, causal)
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 300), (5, 2), (128, 200), (129, 65), (300, 1000)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 300), (5, 2), (128, 200), (129, 65), (300, 1000)], ids=str
+)
 def test_bottom_right_with_unequal_lengths(lengths: tuple[int, int]) -> None:
     q = _leaf((2, 4, lengths[0], 64))
     k, v = (_leaf((2, 4, lengths[1], 64)) for _ in range(2))
@@ -155,12 +158,15 @@ def _opcheck_inputs() -> dict[str, tuple[torch.Tensor, ...]]:
     return cases
 
 
-@pytest.mark.parametrize("name", [
-    *(f"order {o}" for o in ORDERS),
-    *(f"size 1 in dimension {d}" for d in range(3)),
-    "packed",
-    "GQA",
-])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"order {o}" for o in ORDERS),
+        *(f"size 1 in dimension {d}" for d in range(3)),
+        "packed",
+        "GQA",
+    ],
+)
 def test_opcheck(name: str) -> None:
     q, k, v = _opcheck_inputs()[name]
     arguments = (None, "bottom_right", [0, 2, 1, 3], True, "fa4")
@@ -179,7 +185,11 @@ def test_every_element_is_written_with_poisoned_allocations() -> None:
 
 
 def test_empty_inputs() -> None:
-    for shape_q, shape_k in [((0, 4, 16, 64), (0, 4, 16, 64)), ((2, 4, 0, 64), (2, 4, 16, 64)), ((2, 4, 16, 64), (2, 4, 0, 64))]:
+    for shape_q, shape_k in [
+        ((0, 4, 16, 64), (0, 4, 16, 64)),
+        ((2, 4, 0, 64), (2, 4, 16, 64)),
+        ((2, 4, 16, 64), (2, 4, 0, 64)),
+    ]:
         q, k, v = _leaf(shape_q), _leaf(shape_k), _leaf(shape_k)
         out, lse = ops.attention(q, k, v, None, "none", [0, 2, 1, 3], False, "fa4")
         assert out.shape == shape_q

@@ -1,0 +1,100 @@
+"""Every private PyTorch interface that torch_compat adapts: a release that moves one fails here."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fa_inductor import torch_compat
+from fa_inductor.errors import AdapterError
+
+
+def test_a_missing_interface_is_named() -> None:
+    with pytest.raises(AdapterError, match="_no_such_thing"):
+        torch_compat.adapted(torch, "_no_such_thing")
+
+
+def test_sdp_backends_of_a_fresh_process_are_the_default() -> None:
+    assert torch_compat.sdp_backends() == torch_compat.default_sdp_backends()
+    assert {b.name for b in map(SDPBackend, torch._C._get_sdp_priority_order())} == set(
+        torch_compat.default_sdp_backends()
+    )
+
+
+def test_sdp_backends_follow_sdpa_kernel() -> None:
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
+        assert torch_compat.sdp_backends() == ("FLASH_ATTENTION", "MATH")
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert torch_compat.sdp_backends() == ("MATH", "FLASH_ATTENTION")
+    assert torch_compat.sdp_backends() == torch_compat.default_sdp_backends()
+
+
+def test_pytorchs_own_order_on_hopper_is_no_wish_of_the_user() -> None:
+    """With cuDNN preferred, as PyTorch sets it by itself after the first attention on a GPU."""
+    before = torch._C._get_sdp_priority_order()
+    try:
+        torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
+        assert torch_compat.sdp_backends() == torch_compat.default_sdp_backends()
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+def test_sdpa_kernel_leaves_the_known_calls_in_a_graph() -> None:
+    seen: list[object] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        seen.extend(node.target for node in gm.graph.nodes)
+        return gm.forward
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.MATH]):
+            return x + 1
+
+    torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2))
+    for target in torch_compat.sdpa_kernel_targets():
+        assert target in seen
+
+
+def test_sub_graphs_are_told_from_the_root() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    roots: list[bool] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        roots.append(torch_compat.is_sub_graph(gm.graph))
+        bodies = [m for m in gm.children() if isinstance(m, torch.fx.GraphModule)]
+        roots.extend(torch_compat.is_sub_graph(body.graph) for body in bodies)
+        return gm.forward
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(torch.sin, x, use_reentrant=False)
+
+    torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2, requires_grad=True))
+    assert roots == [False, True]
+
+
+def test_passes_pickle_and_keep_their_keys() -> None:
+    keyed = torch_compat.cache_key_pass("ours")
+    assert pickle.loads(pickle.dumps(keyed)).uuid() == keyed.uuid() == ("ours",)
+    assert torch_compat.cache_key_pass("ours", keyed).uuid() == ("ours", ("ours",))
+    assert torch_compat.cache_key_pass("ours", lambda graph: None).uuid() is None
+
+
+def test_inductor_is_where_it_was() -> None:
+    compiler = torch_compat.inductor_compiler("reduce-overhead", {"max_autotune": True})
+    assert compiler.config["triton.cudagraphs"] is True
+    assert "max_autotune" in torch_compat.inductor_option_names()
+    assert torch_compat.cpp_compiler()
+
+
+def test_tangents_are_seen() -> None:
+    from torch.autograd import forward_ad
+
+    x = torch.ones(2)
+    assert not torch_compat.has_tangent([x])
+    with forward_ad.dual_level():
+        assert torch_compat.has_tangent([forward_ad.make_dual(x, x)])
+        assert not torch_compat.has_tangent([x])
