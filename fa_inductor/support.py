@@ -112,7 +112,7 @@ def _dropout(spec: AttentionSpec, _: Target) -> str | None:
 
 def _causal_top_left(spec: AttentionSpec, _: Target) -> str | None:
     sq, sk = spec.lengths
-    if spec.causal != "top_left" or symbolic.same(sq, sk):
+    if spec.causal != "top_left" or symbolic.guarded_same(sq, sk):
         return None
     return f"is_causal with Sq {symbolic.text(sq)} and Sk {symbolic.text(sk)}"
 

@@ -1,6 +1,7 @@
-"""Questions about sizes that may be symbolic, answered without adding guards.
+"""Questions about sizes that may be symbolic.
 
-Every function returns True only for what holds for all sizes the graph can be run with.
+Every function returns True only for what holds for all sizes the graph can be run with;
+`guarded_same` is the one that may narrow those sizes, by a guard.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ def as_int(dim: Dim) -> int:
 def same(left: Dim, right: Dim) -> bool:
     """Whether both sizes are provably equal."""
     return _known(left == right)
+
+
+def guarded_same(left: Dim, right: Dim) -> bool:
+    """Whether both sizes are equal now; the graph is then only valid while they are.
+
+    For sizes that must agree for the attention to exist at all, or that agree in nearly every
+    model (Sq and Sk of a causal attention), but reach the graph as symbols of their own.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return bool(guard_or_false(left == right))
 
 
 def same_all(left: Sequence[Dim], right: Sequence[Dim]) -> bool:

@@ -152,7 +152,7 @@ def _broadcast(
     A key and value head shared by all query heads needs no expansion: the op takes Hkv = 1.
     """
     q, k, v = tensors
-    if not symbolic.same_all(k.shape[2:3], v.shape[2:3]):
+    if not symbolic.guarded_same(k.shape[2], v.shape[2]):
         return f"key length {k.shape[2]} and value length {v.shape[2]} differ"
     batch, heads = out_shape[0], out_shape[1]
     kv_heads: Any = heads
@@ -165,21 +165,18 @@ def _broadcast(
         if symbolic.same_all(tensor.shape[:2], (batch, wanted)):
             plan.append(None)
             continue
-        for size, full in zip(tensor.shape[:2], (batch, wanted), strict=True):
-            if not symbolic.same(size, full) and not symbolic.same(size, 1):
-                return (
-                    f"{name} {tuple(tensor.shape)} is not provably broadcast to {(batch, wanted)}"
-                )
-        plan.append((batch, wanted))
+        sizes = tensor.shape[:2]
+        fits = list(map(symbolic.guarded_same, sizes, (batch, wanted)))
+        if not all(fit or symbolic.same(size, 1) for size, fit in zip(sizes, fits, strict=True)):
+            return f"{name} {tuple(tensor.shape)} does not broadcast to {(batch, wanted)}"
+        plan.append(None if all(fits) else (batch, wanted))
     return tuple(plan)
 
 
 def _expanded(tensor: TensorSpec, to: tuple[Any, Any] | None) -> TensorSpec:
     if to is None:
         return tensor
-    stride = [
-        tensor.stride[dim] if symbolic.same(tensor.shape[dim], to[dim]) else 0 for dim in (0, 1)
-    ]
+    stride = [0 if symbolic.same(tensor.shape[dim], 1) else tensor.stride[dim] for dim in (0, 1)]
     return TensorSpec(
         (*to, *tensor.shape[2:]),
         (*stride, *tensor.stride[2:]),
