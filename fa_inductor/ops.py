@@ -129,7 +129,7 @@ def _attention(
     implementation = kernels.load(kernel)
     causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
     out, lse = _allocate_outputs(q, v, out_order)
-    if out.numel() == 0 or k.shape[2] == 0:
+    if lse.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     scale = default_scale(q.shape[3]) if scale is None else scale
     implementation.forward(q, k, v, out, lse, scale=scale, causal=causal)
@@ -167,7 +167,7 @@ def _attention_backward(
     implementation = kernels.load(kernel)
     causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
     grads = _allocate_gradients(q, k, v)
-    if out.numel() == 0 or k.numel() == 0:
+    if lse.numel() == 0 or k.shape[2] == 0:
         for grad in grads:
             grad.zero_()
         return grads
@@ -222,10 +222,18 @@ def _differentiate_twice(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     )
 
 
-def _refusing_tangents(kernel: Any, count: int, name: str) -> Any:
-    """PyTorch takes forward-mode derivatives of an op without a formula as zero: refuse them."""
+def _refusing(kernel: Any, count: int, name: str) -> Any:
+    """The Autograd kernel, refusing by name what PyTorch would get wrong or explain badly.
+
+    Forward-mode derivatives of an op without a formula would silently be zero.
+    """
 
     def checked(keyset: Any, *args: Any) -> Any:
+        if torch_compat.needs_functorch_gradient(args[:count]):
+            raise DerivativeError(
+                f"fa_inductor.{name} has no rule for torch.func transforms (grad, vjp, hessian); "
+                "differentiate with torch.autograd, or compile: the pass leaves such code alone."
+            )
         if torch_compat.has_tangent(args[:count]):
             raise DerivativeError(
                 f"fa_inductor.{name} has no forward-mode derivative (jvp); run this part under "
@@ -261,12 +269,10 @@ def _register() -> None:
     second = torch_compat.autograd_kernel(
         attention_backward, lambda ctx, inputs, output: None, _differentiate_twice
     )
-    _library.impl(
-        "attention", _refusing_tangents(first, 3, "attention"), "Autograd", with_keyset=True
-    )
+    _library.impl("attention", _refusing(first, 3, "attention"), "Autograd", with_keyset=True)
     _library.impl(
         "attention_backward",
-        _refusing_tangents(second, 7, "attention_backward"),
+        _refusing(second, 7, "attention_backward"),
         "Autograd",
         with_keyset=True,
     )

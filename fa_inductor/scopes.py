@@ -25,13 +25,42 @@ _OPERANDS: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class _SdpState:
+    """PyTorch's SDP flags: the enabled backends, and the preference among all of them."""
+
+    enabled: frozenset[str]
+    priority: tuple[str, ...]
+
+    @staticmethod
+    def now() -> _SdpState:
+        return _SdpState(frozenset(torch_compat.sdp_backends()), torch_compat.sdp_priority())
+
+    def entering(self, backends: Sequence[str], set_priority: bool) -> _SdpState:
+        """The flags after `sdpa_kernel(backends, set_priority)`."""
+        priority = self.priority
+        if set_priority:
+            priority = (*backends, *(name for name in priority if name not in backends))
+        return _SdpState(frozenset(backends), priority)
+
+    @property
+    def restriction(self) -> tuple[str, ...] | None:
+        """The enabled backends, most preferred first; None for PyTorch's default state."""
+        default = torch_compat.default_sdp_priority()
+        # OVERRIDEABLE is a hook for other vendors' devices, no choice among kernels here.
+        everything = self.enabled >= set(default) - {"OVERRIDEABLE"}
+        if everything and self.priority == default:
+            return None
+        return tuple(name for name in self.priority if name in self.enabled)
+
+
 @dataclass
 class _Call:
-    """One place that runs a body: the op, its operands, the pins in force there."""
+    """One place that runs a body: the op, its operands, the SDP flags in force there."""
 
     op: str
     operands: Sequence[Any]
-    pins: tuple[str, ...] | None
+    flags: _SdpState
     blocked: str | None
 
 
@@ -39,28 +68,24 @@ def scopes(root: fx.GraphModule) -> list[tuple[fx.GraphModule, Scope]]:
     """Every graph reachable from `root`, outermost first, with its `Scope`."""
     found: list[tuple[fx.GraphModule, Scope]] = []
     deterministic = torch.are_deterministic_algorithms_enabled()
-    calls: dict[fx.GraphModule, list[_Call]] = {
-        root: [_Call("root", (), restriction(torch_compat.sdp_backends()), None)]
-    }
+    calls: dict[fx.GraphModule, list[_Call]] = {root: [_Call("root", (), _SdpState.now(), None)]}
     for module in _callers_first(root):
         entries = calls.get(module, [])
         if not entries:
             continue
         blocked = _blocked(module, entries)
-        pins = dict(_pins(module.graph, entries[0].pins))
-        found.append((module, Scope(pins, blocked, deterministic)))
+        flags = dict(_sdp_states(module.graph, entries[0].flags))
+        restrictions = {node: state.restriction for node, state in flags.items()}
+        found.append((module, Scope(restrictions, blocked, deterministic)))
         for node, body, operands in _bodies(module):
-            call = _Call(str(node.target), operands, pins.get(node), blocked)
+            call = _Call(_name(node), operands, flags[node], blocked)
             calls.setdefault(body, []).append(call)
     return found
 
 
-def restriction(backends: Sequence[str], ordered: bool = True) -> tuple[str, ...] | None:
-    """The SDP backends as the user restricted them; None for PyTorch's default state."""
-    default = torch_compat.default_sdp_backends()
-    if set(backends) == set(default) and (not ordered or tuple(backends) == default):
-        return None
-    return tuple(backends) if ordered else tuple(b for b in default if b in backends)
+def _name(node: fx.Node) -> str:
+    assert isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.target.name()
 
 
 def _callers_first(root: fx.GraphModule) -> list[fx.GraphModule]:
@@ -83,7 +108,7 @@ def _bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.GraphModule, S
     for node in module.graph.nodes:
         if not isinstance(node.target, torch._ops.HigherOrderOperator):
             continue
-        operands = _OPERANDS.get(node.target.name())
+        operands = _OPERANDS.get(_name(node))
         for argument in node.all_input_nodes:
             if argument.op != "get_attr":
                 continue
@@ -92,17 +117,14 @@ def _bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.GraphModule, S
                 yield node, body, operands(node.args) if operands else ()
 
 
-def _pins(
-    graph: fx.Graph, pins: tuple[str, ...] | None
-) -> Iterator[tuple[fx.Node, tuple[str, ...] | None]]:
-    """The restriction in force at each node; `sdpa_kernel` leaves calls that set the flags."""
+def _sdp_states(graph: fx.Graph, state: _SdpState) -> Iterator[tuple[fx.Node, _SdpState]]:
+    """The flags in force at each node; `sdpa_kernel` leaves calls that set them."""
     set_flags, from_name = torch_compat.sdpa_kernel_targets()
     for node in graph.nodes:
         if node.target is set_flags:
-            names = [n.args[0] for n in node.args[0] if n.target is from_name]
-            ordered = bool(node.args[1]) if len(node.args) > 1 else False
-            pins = restriction(names, ordered)
-        yield node, pins
+            names = [name.args[0] for name in node.args[0] if name.target is from_name]
+            state = state.entering(names, len(node.args) > 1 and bool(node.args[1]))
+        yield node, state
 
 
 def _blocked(module: fx.GraphModule, calls: Sequence[_Call]) -> str | None:
@@ -114,7 +136,7 @@ def _blocked(module: fx.GraphModule, calls: Sequence[_Call]) -> str | None:
             return f"inside the higher-order op {call.op}, which fa_inductor does not enter"
     first = calls[0]
     for call in calls[1:]:
-        if call.pins != first.pins:
+        if call.flags != first.flags:
             return f"a sub-graph shared by {len(calls)} calls under different sdpa_kernel settings"
         if not _same_operands(call.operands, first.operands):
             return f"a sub-graph shared by {len(calls)} calls with different operands"

@@ -156,34 +156,37 @@ def graph_break_reason(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 # --- torch.nn.attention.sdpa_kernel ---------------------------------------------------------
 
 
-# PyTorch's own orders of preference: the one it starts with, and the one that torch >= 2.5 sets
-# by itself on Hopper and newer once an attention has run (cuDNN first). Neither is a user's wish.
-_DEFAULT_SDP_ORDERS = (
+# PyTorch's own orders of preference: the one it starts with, and the one that it sets by itself
+# on Hopper and newer once an attention has run. Neither is a user's wish.
+_DEFAULT_SDP_PRIORITIES = (
     ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION", "OVERRIDEABLE"),
     ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "OVERRIDEABLE"),
 )
 
 
-def default_sdp_backends() -> tuple[str, ...]:
-    """Names of all `SDPBackend`s in the order of preference that PyTorch starts with."""
-    return _DEFAULT_SDP_ORDERS[0]
+def default_sdp_priority() -> tuple[str, ...]:
+    """Names of all `SDPBackend`s as PyTorch prefers them on Hopper and newer: cuDNN first."""
+    return _DEFAULT_SDP_PRIORITIES[1]
 
 
-def sdp_backends() -> tuple[str, ...]:
-    """Names of the `SDPBackend`s enabled now, most preferred first.
+def sdp_priority() -> tuple[str, ...]:
+    """Names of all `SDPBackend`s, most preferred first.
 
-    An order that PyTorch sets by itself counts as the one it starts with, so that only what a
-    user asked for makes a difference.
+    Any order of PyTorch's own counts as `default_sdp_priority`, so that running an attention
+    does not look like a change, and only what a user asked for makes a difference.
     """
-    current = adapted(torch.nn.attention, "_cur_sdpa_kernel_backends")
     order = tuple(
         torch.nn.attention.SDPBackend(value).name
         for value in adapted(torch._C, "_get_sdp_priority_order")()
     )
+    return default_sdp_priority() if order in _DEFAULT_SDP_PRIORITIES else order
+
+
+def sdp_backends() -> tuple[str, ...]:
+    """Names of the `SDPBackend`s enabled now, most preferred first."""
+    current = adapted(torch.nn.attention, "_cur_sdpa_kernel_backends")
     enabled = {backend.name for backend in current()}
-    if order in _DEFAULT_SDP_ORDERS:
-        order = default_sdp_backends()
-    return tuple(name for name in order if name in enabled)
+    return tuple(name for name in sdp_priority() if name in enabled)
 
 
 def sdpa_kernel_targets() -> tuple[Any, Any]:
@@ -243,6 +246,14 @@ def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
     )
+
+
+def needs_functorch_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether a `torch.func` transform is differentiating through one of the tensors."""
+    active = adapted(torch._C, "_are_functorch_transforms_active")()
+    if not active or not torch.is_grad_enabled():
+        return False
+    return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
 
 
 # --- Running Dynamo without a trace ----------------------------------------------------------

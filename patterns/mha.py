@@ -27,7 +27,10 @@ from .family import (
 )
 
 NAME = "nn.MultiheadAttention"
-ANCHORS = (F.multi_head_attention_forward,)
+# In evaluation without gradients PyTorch may fold the module, or the encoder layer around it,
+# into one op: its attention is out of sight.
+_FUSED = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+ANCHORS = (F.multi_head_attention_forward, *_FUSED)
 
 _REQUIRED = (
     "query",
@@ -74,6 +77,12 @@ class _Details:
 
 def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     """The attention inside `node`, or why it must stay whole."""
+    if node.target in _FUSED:
+        return NotUnderstood(
+            node,
+            "attention inside one of PyTorch's fused inference layers; "
+            "torch.backends.mha.set_fastpath_enabled(False) brings it to light",
+        )
     try:
         arguments = bind(node, (*_REQUIRED, *_DEFAULTS), _DEFAULTS)
     except Unbindable as problem:
@@ -269,6 +278,15 @@ def _other_widths(x: torch.Tensor) -> torch.Tensor:
     return _WIDE(x, x[..., :4], x[..., :12], need_weights=False)[0]
 
 
+def _fused_layer(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        fused = _ENCODER_LAYER(x)
+    return fused + x
+
+
+_ENCODER_LAYER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+
+
 def counterexamples() -> list[Example]:
     first = {"batch_first": True}
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -283,6 +301,7 @@ def counterexamples() -> list[Example]:
             _inputs(1, 6),
             0,
         ),
+        Example("encoder layer in inference", _fused_layer, _inputs(1, 6), 0),
         Example("bias_k", _call(_module(add_bias_kv=True, **first), (0, 0, 0)), _inputs(1, 6), 0),
         Example(
             "zero attn", _call(_module(add_zero_attn=True, **first), (0, 0, 0)), _inputs(1, 6), 0

@@ -18,10 +18,8 @@ def test_a_missing_interface_is_named() -> None:
 
 
 def test_sdp_backends_of_a_fresh_process_are_the_default() -> None:
-    assert torch_compat.sdp_backends() == torch_compat.default_sdp_backends()
-    assert {b.name for b in map(SDPBackend, torch._C._get_sdp_priority_order())} == set(
-        torch_compat.default_sdp_backends()
-    )
+    assert torch_compat.sdp_priority() == torch_compat.default_sdp_priority()
+    assert torch_compat.sdp_backends() == torch_compat.default_sdp_priority()
 
 
 def test_sdp_backends_follow_sdpa_kernel() -> None:
@@ -29,7 +27,7 @@ def test_sdp_backends_follow_sdpa_kernel() -> None:
         assert torch_compat.sdp_backends() == ("FLASH_ATTENTION", "MATH")
     with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
         assert torch_compat.sdp_backends() == ("MATH", "FLASH_ATTENTION")
-    assert torch_compat.sdp_backends() == torch_compat.default_sdp_backends()
+    assert torch_compat.sdp_backends() == torch_compat.default_sdp_priority()
 
 
 def test_pytorchs_own_order_on_hopper_is_no_wish_of_the_user() -> None:
@@ -37,7 +35,7 @@ def test_pytorchs_own_order_on_hopper_is_no_wish_of_the_user() -> None:
     before = torch._C._get_sdp_priority_order()
     try:
         torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
-        assert torch_compat.sdp_backends() == torch_compat.default_sdp_backends()
+        assert torch_compat.sdp_backends() == torch_compat.default_sdp_priority()
     finally:
         torch._C._set_sdp_priority_order(before)
 
