@@ -87,38 +87,45 @@ def _with_cache_key(patches: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 class _Registration:
-    """Our pass in `torch._inductor.config`, with what was there before."""
+    """Our pass in `torch._inductor.config`, with what was there before.
+
+    The pass runs before Inductor looks into its caches ("early" where torch has the choice), so
+    that a cached graph is reported and guarded like a fresh one; the key carrier keeps what the
+    cache holds true to our sources and options.
+    """
 
     def __init__(self, config: Config) -> None:
         from torch._inductor import config as inductor
 
-        self.before = inductor.pre_grad_custom_pass
-        self.carrier_before = getattr(inductor, _KEY_CARRIER)
+        before = inductor.pre_grad_custom_pass
+        carrier = torch_compat.cache_key_pass(fingerprint(config), getattr(inductor, _KEY_CARRIER))
         ours = torch_compat.graph_pass(_RunPass(config), _Key(config))
+        self.after: dict[str, Any] = {_KEY_CARRIER: carrier}
         if torch_compat.pre_grad_takes_list():
-            inductor.pre_grad_custom_pass = [*torch_compat.custom_passes(self.before), ours]
+            self.after["pre_grad_custom_pass"] = [*torch_compat.custom_passes(before), ours]
+            self.after["pre_grad_pass_timing"] = "early"
         else:
-            inductor.pre_grad_custom_pass = _Chain((self.before, ours))
-            # This torch does not put pre-grad passes into cache keys.
-            key = fingerprint(config)
-            carrier = torch_compat.cache_key_pass(key, self.carrier_before)
-            setattr(inductor, _KEY_CARRIER, carrier)
-        self.installed = inductor.pre_grad_custom_pass
-        self.carrier_installed = getattr(inductor, _KEY_CARRIER)
+            self.after["pre_grad_custom_pass"] = _Chain((before, ours))
+        self.before = {option: getattr(inductor, option) for option in self.after}
 
-    def undo(self) -> None:
+    def install(self) -> None:
+        self._change(self.before, self.after)
+
+    def remove(self) -> None:
+        self._change(self.after, self.before)
+
+    @staticmethod
+    def _change(present: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         from torch._inductor import config as inductor
 
-        for option, installed, before in (
-            ("pre_grad_custom_pass", self.installed, self.before),
-            (_KEY_CARRIER, self.carrier_installed, self.carrier_before),
-        ):
-            if getattr(inductor, option) is not installed:
+        for option, value in present.items():
+            if getattr(inductor, option) is not value:
                 raise OptionError(
                     f"torch._inductor.config.{option} was changed after fa_inductor.register(); "
                     "undo that change first, then unregister()."
                 )
-            setattr(inductor, option, before)
+        for option, value in wanted.items():
+            setattr(inductor, option, value)
 
 
 class _RunPass:
@@ -138,8 +145,6 @@ class _Key:
         self.config = config
 
     def __call__(self) -> str:
-        # On a cache hit the pass itself does not run, but whatever is keyed must be guarded.
-        torch_compat.guard_sdp_backends()
         return fingerprint(self.config)
 
 
@@ -161,32 +166,42 @@ def register(**options: Any) -> None:
     options: fields of `Config` (`kernels=("fa4",)`, `on_fallback="error"`).
     Raises `OptionError` when registered already or for an impossible option.
     """
+    config = _config(options)
     if _registrations:
         raise OptionError("fa_inductor is registered already; call unregister() first.")
-    _registrations.append(_Registration(_config(options)))
+    registration = _Registration(config)
+    registration.install()
+    _registrations.append(registration)
 
 
 def unregister() -> None:
     """Undo `register` exactly. Raises `OptionError` when there is nothing to undo."""
     if not _registrations:
         raise OptionError("fa_inductor is not registered.")
-    _registrations[-1].undo()
+    _registrations[-1].remove()
     _registrations.pop()
 
 
 @contextmanager
 def enabled(**options: Any) -> Iterator[None]:
     """`register` for the duration of a `with` block; may be nested, the innermost counts."""
+    config = _config(options)
     outer = _registrations.copy()
-    while _registrations:
-        unregister()
-    register(**options)
+    for registration in outer:
+        registration.remove()
+    _registrations.clear()
     try:
-        yield
+        inner = _Registration(config)
+        inner.install()
+        _registrations.append(inner)
+        try:
+            yield
+        finally:
+            unregister()
     finally:
-        unregister()
         for registration in outer:
-            _registrations.append(registration)
+            registration.install()
+        _registrations[:] = outer
 
 
 def _config(options: Mapping[str, Any]) -> Config:

@@ -9,6 +9,7 @@ from torch import fx
 
 from . import compile_pass, kernels, report, torch_compat
 from .config import split_options
+from .patterns import op_call
 from .target import Target
 
 
@@ -24,6 +25,7 @@ def explain(
     options: as for the backend; only the `fa.` keys matter.
     target: plan for this GPU ("sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_80"), which need
         not be present: give CPU tensors. None plans for the device that the tensors are on.
+        Calls of FlashAttention-4 on CPU tensors run on the reference kernel.
 
     Dynamo's cache, shape profile and counters are afterwards as they were before.
     Raises `UnknownTargetError`, `OptionError`.
@@ -35,6 +37,7 @@ def explain(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compile_pass.run(gm, config, planned_for, apply=False)
+        op_call.move_to_reference(gm)
         return gm.forward
 
     def run(*args: Any, **kwargs: Any) -> report.Report:

@@ -39,6 +39,7 @@ def fingerprint(config: Config) -> str:
         "sources": sources(),
         **_machine(),
         "kernels": config.kernels,
+        "on_fallback": config.on_fallback,
         "sdp_backends": torch_compat.sdp_backends(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -3,7 +3,7 @@
 Dynamo cannot trace FA4: 4.0.0b36 breaks the graph, and with its fake-mode check patched the
 graph holds an empty output and launches no kernel. So Dynamo is told to use a substitute for
 `flash_attn.cute.flash_attn_func`; eager calls are left alone. Nothing is imported here: the
-substitute is registered when Dynamo itself is imported and meets FA4.
+substitute is registered once both Dynamo and FA4 have been imported by somebody.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import Any
 
 import torch
 
-from . import ops  # noqa: F401  (registers the op that the substitute calls)
+from . import (
+    ops,  # noqa: F401  (registers the op that the substitute calls)
+    torch_compat,
+)
 from .spec import BSHD_ORDER
 from .target import TESTED_LIBRARIES, installed_libraries
 
 log = logging.getLogger("fa_inductor")
 
-_HOOKED_MODULE = "torch._dynamo.trace_rules"
-_FA4_ROOT = "flash_attn"
+_FA4 = "flash_attn.cute.interface"
+_AWAITED = ("torch._dynamo", _FA4)
 
 # Arguments of flash_attn_func that the op does not carry, with the value that means "unused".
 NOT_CARRIED: dict[str, Any] = {
@@ -51,20 +54,26 @@ NOT_CARRIED: dict[str, Any] = {
 
 
 def install() -> None:
-    """Arrange for `flash_attn_func` to be substituted in graphs. Idempotent and cheap."""
-    if _HOOKED_MODULE in sys.modules:
-        _announce(sys.modules[_HOOKED_MODULE])
-    elif not any(isinstance(finder, _DynamoImportHook) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _DynamoImportHook())
+    """Arrange for `flash_attn_func` to be substituted in graphs. Idempotent and cheap.
+
+    Nothing can be done before both Dynamo and FA4 are there, so whichever is missing is awaited.
+    """
+    if not _substitute_when_both_are_imported():
+        for name in _AWAITED:
+            if name not in sys.modules:
+                sys.meta_path.insert(0, _ImportHook(name))
 
 
-class _DynamoImportHook(importlib.abc.MetaPathFinder):
-    """Calls `_announce` once Dynamo's trace rules have been imported."""
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Calls `_substitute_when_both_are_imported` once one module has been imported."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _HOOKED_MODULE:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         found = importlib.util.find_spec(fullname)
@@ -72,46 +81,55 @@ class _DynamoImportHook(importlib.abc.MetaPathFinder):
             return found
         run = found.loader.exec_module
 
-        def exec_and_announce(module: ModuleType) -> None:
+        def exec_and_substitute(module: ModuleType) -> None:
             run(module)
-            _announce(module)
+            _imported.add(fullname)
+            _substitute_when_both_are_imported()
 
-        found.loader.exec_module = exec_and_announce  # type: ignore[method-assign]
+        found.loader.exec_module = exec_and_substitute  # type: ignore[method-assign]
         return found
 
 
-def _announce(trace_rules: ModuleType) -> None:
-    """Have Dynamo call `_substitute` the first time that it meets anything of FA4's."""
-    pending = trace_rules._lazy_module_init.get(_FA4_ROOT, [])
-    if not _substituted and not pending:
-        trace_rules.add_module_init_func(_FA4_ROOT, _substitute)
-
-
+# Modules whose code has run to its end, as told by the hooks.
+_imported: set[str] = set()
 _substituted: list[Callable[..., Any]] = []
 
 
-def _substitute() -> None:
-    interface = sys.modules.get("flash_attn.cute.interface")
-    if interface is None or _substituted:
-        return
+def _substitute_when_both_are_imported() -> bool:
+    if not all(map(_is_imported, _AWAITED)):
+        return False
+    if not _substituted:
+        _substitute(sys.modules[_FA4])
+    return True
+
+
+def _is_imported(name: str) -> bool:
+    """Whether a module is there and complete; `sys.modules` also has those under way."""
+    if name in _imported:
+        return True
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def _substitute(interface: ModuleType) -> None:
     # Whatever is not substituted must break the graph, not be traced into.
-    trace_rules = sys.modules[_HOOKED_MODULE]
-    trace_rules.add("flash_attn.cute")  # type: ignore[attr-defined]
+    torch_compat.never_trace_module(_FA4.rpartition(".")[0])
     original = interface.flash_attn_func
+    for function in (original, interface.flash_attn_varlen_func):
+        torch_compat.never_compile(function)
     substitute = _make_substitute(original)
-    if list(inspect.signature(original).parameters) != list(
+    _substituted.append(substitute)
+    if list(inspect.signature(original).parameters) == list(
         inspect.signature(substitute).parameters
     ):
+        torch_compat.substitute_in_graphs(original, substitute)
+    else:
         log.warning(
             "flash_attn_func of this FlashAttention-4 (%s) has other arguments than %s; "
             "calls of it break the graph.",
             installed_libraries()["flash-attn-4"],
             TESTED_LIBRARIES["flash-attn-4"],
         )
-        return
-    register = torch._dynamo.decorators.substitute_in_graph
-    register(original, skip_signature_check=True)(substitute)
-    _substituted.append(substitute)
 
 
 def _is_unused(value: Any, unused: Any) -> bool:

@@ -19,7 +19,7 @@ def copy_reason(tensor: TensorSpec, itemsize: int) -> str | None:
     """
     if _breaks(tensor.storage_offset, itemsize):
         return f"storage offset {symbolic.text(tensor.storage_offset)} elements"
-    if _is_contiguous_bshd(tensor):
+    if is_contiguous_bshd(tensor):
         return None
     if not symbolic.same(tensor.stride[-1], 1):
         return f"innermost stride {symbolic.text(tensor.stride[-1])}"
@@ -45,7 +45,8 @@ def _breaks(stride: symbolic.Dim, itemsize: int) -> bool:
     return symbolic.is_static(stride) and symbolic.as_int(stride) * itemsize % ALIGNMENT != 0
 
 
-def _is_contiguous_bshd(tensor: TensorSpec) -> bool:
+def is_contiguous_bshd(tensor: TensorSpec) -> bool:
+    """Whether a (B, H, S, D) tensor is provably contiguous as (B, S, H, D)."""
     expected: symbolic.Dim = 1
     for dim in (3, 1, 2, 0):
         if not symbolic.same(tensor.shape[dim], 1):

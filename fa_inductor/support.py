@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import symbolic
+from . import layout, symbolic
 from .spec import AttentionSpec
 from .target import TESTED_LIBRARIES, Target
 
@@ -130,9 +130,7 @@ def _deterministic(spec: AttentionSpec, _: Target) -> str | None:
 def _noncontiguous_hd256(spec: AttentionSpec, _: Target) -> str | None:
     if not symbolic.same(spec.head_dims[0], 256):
         return None
-    bshd = [(t.shape[3], t.shape[3] * t.shape[1]) for t in (spec.q, spec.k, spec.v)]
-    strides = [(t.stride[1], t.stride[2]) for t in (spec.q, spec.k, spec.v)]
-    if all(symbolic.same_all(left, right) for left, right in zip(bshd, strides, strict=True)):
+    if all(map(layout.is_contiguous_bshd, (spec.q, spec.k, spec.v))):
         return None
     return "head_dim 256 with inputs that are not contiguous (B, S, H, D)"
 

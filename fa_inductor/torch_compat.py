@@ -222,6 +222,35 @@ def guard_sdp_backends() -> None:
     guards.add(Guard(GlobalStateSource(), install))
 
 
+# --- Functions that Dynamo must not trace -----------------------------------------------------
+
+
+def substitute_in_graphs(original: Callable[..., Any], traceable: Callable[..., Any]) -> None:
+    """Have Dynamo trace `traceable` wherever code calls `original`, or compiles it itself."""
+    from torch._dynamo import decorators
+
+    register = adapted(decorators, "substitute_in_graph")
+    register(original, skip_signature_check=True)(traceable)
+    # torch.compile(original) looks for the function to compile under this name.
+    original._torchdynamo_orig_callable = traceable  # type: ignore[attr-defined]
+
+
+def never_trace_module(name: str) -> None:
+    """Have Dynamo break the graph at functions defined in a package, not trace them."""
+    from torch._dynamo import trace_rules
+
+    adapted(trace_rules, "add")(name)
+
+
+def never_compile(function: Any) -> None:
+    """Have Dynamo leave a function alone, and all that it calls, when it runs between graphs."""
+    from torch._C._dynamo import eval_frame
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    skip = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    adapted(eval_frame, "set_code_exec_strategy")(function.__code__, skip)
+
+
 # --- Autograd -------------------------------------------------------------------------------
 
 
