@@ -42,5 +42,5 @@ def run(
     if line and config.on_fallback == "error":
         raise FallbackError(line)
     if line and config.on_fallback == "warn" and apply:
-        log.warning("%s", line)
+        log.warning("fa_inductor: %s", line)
     return sites
