@@ -16,6 +16,7 @@ gradient, as PyTorch's own attention does since 2.5.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,34 +51,50 @@ attention_backward = torch.ops.fa_inductor.attention_backward.default
 # --- Checks, the same for fake and real tensors ---------------------------------------------
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, causal: str, out_order: Sequence[int]) -> None:
-    def shapes() -> str:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ShapeError(f"fa_inductor.attention takes (B, H, S, D) tensors, got {shapes()}.")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[:3] != v.shape[:3]:
+def _check(
+    shapes: Sequence[Sequence[Any]],
+    dtypes: Sequence[torch.dtype],
+    devices: Sequence[torch.device],
+    causal: str,
+    out_order: Sequence[int],
+) -> None:
+    """Raise unless the metadata of q, k, v and the arguments form an attention problem."""
+    described = ", ".join(f"{n} {tuple(s)}" for n, s in zip("qkv", shapes, strict=True))
+    if any(len(shape) != 4 for shape in shapes):
+        raise ShapeError(f"fa_inductor.attention takes (B, H, S, D) tensors, got {described}.")
+    q, k, v = (tuple(shape) for shape in shapes)
+    if (q[0], q[3]) != (k[0], k[3]) or k[:3] != v[:3]:
         raise ShapeError(
             "fa_inductor.attention needs q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and "
-            f"v (B, Hkv, Sk, Dv), got {shapes()}."
+            f"v (B, Hkv, Sk, Dv), got {described}."
         )
-    if (k.shape[1] == 0 and q.shape[1] != 0) or (k.shape[1] and q.shape[1] % k.shape[1] != 0):
-        raise ShapeError(
-            f"The {q.shape[1]} query heads are not a multiple of the {k.shape[1]} key heads."
-        )
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+    if q[1] % k[1] != 0 if k[1] else q[1] != 0:
+        raise ShapeError(f"The {q[1]} query heads are not a multiple of the {k[1]} key heads.")
+    if len(set(dtypes)) != 1 or dtypes[0] not in _DTYPES:
         raise DtypeError(
             f"fa_inductor.attention takes one dtype of {[str(d) for d in _DTYPES]}, "
-            f"got q {q.dtype}, k {k.dtype}, v {v.dtype}."
+            f"got q {dtypes[0]}, k {dtypes[1]}, v {dtypes[2]}."
         )
-    if not q.device == k.device == v.device:
+    if len(set(devices)) != 1:
         raise DeviceError(
-            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}."
+            f"q, k and v must be on one device, got {devices[0]}, {devices[1]} and {devices[2]}."
         )
     if causal not in CAUSAL_KINDS:
         raise ShapeError(f"causal={causal!r}: expected one of {CAUSAL_KINDS}.")
     if sorted(out_order) != [0, 1, 2, 3] or out_order[3] != 3:
         raise ShapeError(f"out_order={list(out_order)}: expected an order of 0, 1, 2 ending in 3.")
+
+
+# What passed once passes again: the key is all that is looked at.
+_check_once = functools.lru_cache(maxsize=4096)(_check)
+
+
+def _metadata(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Any, Any]:
+    return (
+        (q.shape, k.shape, v.shape),
+        (q.dtype, k.dtype, v.dtype),
+        (q.device, k.device, v.device),
+    )
 
 
 def _causal_for(kernel: str, causal: str, sq: int, sk: int) -> str:
@@ -96,15 +113,20 @@ def _causal_for(kernel: str, causal: str, sq: int, sk: int) -> str:
 
 
 def _allocate_outputs(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tensor, Tensor]:
-    size: tuple[Dim, ...] = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
-    out = _empty_in_order(q, size, out_order)
+    batch, heads, length, _ = q.shape
+    out = _empty_in_order(q, (batch, heads, length, v.shape[3]), out_order)
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty(size[:3], dtype=lse_dtype)
+    return out, q.new_empty((batch, heads, length), dtype=lse_dtype)
 
 
 def _empty_in_order(like: Tensor, size: Sequence[Dim], order: Sequence[int]) -> Tensor:
-    inverse = [order.index(dim) for dim in range(len(order))]
-    return like.new_empty([size[dim] for dim in order]).permute(inverse)
+    """A dense tensor whose dimensions lie in memory in the order `order`, outermost first."""
+    stride: list[Dim] = [1] * len(order)
+    step: Dim = 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step = step * size[dim]
+    return like.new_empty_strided(size, stride)
 
 
 def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +147,7 @@ def _attention(
     deterministic: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_inputs(q, k, v, causal, out_order)
+    _check_once(*_metadata(q, k, v), causal, tuple(out_order))
     implementation = kernels.load(kernel)
     causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
     out, lse = _allocate_outputs(q, v, out_order)
@@ -146,7 +168,7 @@ def _attention_fake(
     deterministic: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_inputs(q, k, v, causal, out_order)
+    _check(*_metadata(q, k, v), causal, out_order)
     kernels.check_known(kernel)
     return _allocate_outputs(q, v, out_order)
 
@@ -222,13 +244,16 @@ def _differentiate_twice(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     )
 
 
-def _refusing(kernel: Any, count: int, name: str) -> Any:
+def _refusing(op: Any, kernel: Any, count: int, name: str) -> Any:
     """The Autograd kernel, refusing by name what PyTorch would get wrong or explain badly.
 
-    Forward-mode derivatives of an op without a formula would silently be zero.
+    Forward-mode derivatives of an op without a formula would silently be zero. Where no
+    derivative can be asked for, as in a compiled graph, the way down is short.
     """
 
     def checked(keyset: Any, *args: Any) -> Any:
+        if torch_compat.no_derivative_is_taken():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         if torch_compat.needs_functorch_gradient(args[:count]):
             raise DerivativeError(
                 f"fa_inductor.{name} has no rule for torch.func transforms (grad, vjp, hessian); "
@@ -269,10 +294,12 @@ def _register() -> None:
     second = torch_compat.autograd_kernel(
         attention_backward, lambda ctx, inputs, output: None, _differentiate_twice
     )
-    _library.impl("attention", _refusing(first, 3, "attention"), "Autograd", with_keyset=True)
+    _library.impl(
+        "attention", _refusing(attention, first, 3, "attention"), "Autograd", with_keyset=True
+    )
     _library.impl(
         "attention_backward",
-        _refusing(second, 7, "attention_backward"),
+        _refusing(attention_backward, second, 7, "attention_backward"),
         "Autograd",
         with_keyset=True,
     )

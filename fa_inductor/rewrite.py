@@ -18,7 +18,7 @@ from . import kernels, layout
 from .config import Config
 from .patterns import FAMILIES
 from .patterns.family import Family, NotUnderstood, Scope, Site
-from .scopes import scopes
+from .scopes import program_order, scopes
 from .select import choose
 from .spec import AttentionSpec
 from .target import Target
@@ -63,25 +63,39 @@ def rewrite(
     target: what to plan for; None means the device that each site's tensors are on.
     Returns the sites in program order. A graph that was seen before yields nothing new.
     """
-    records: list[SiteRecord] = []
-    for module, scope in scopes(root):
-        found: dict[fx.Node, tuple[SiteRecord, Family, Site | None]] = {}
-        _find(module, scope, config, target, found)
-        ordered = [(node, *found[node]) for node in module.graph.nodes if node in found]
-        records.extend(record for _, record, _, _ in ordered)
-        # Last first: what a later site has noted about its operands then still exists.
-        replaced = [
-            family.rewrite(site, record.kernel)
-            for node, record, family, site in reversed(ordered)
-            if apply and site is not None and record.kernel and not site.fixed_kernel
-        ]
-        if apply:
-            for node, *_ in ordered:
-                node.meta[_SEEN] = True
-        if replaced:
-            module.graph.lint()
-            module.recompile()
+    decisions: dict[fx.Node, _Decision] = {}
+    scoped = scopes(root)
+    for module, scope in scoped:
+        _find(module, scope, config, target, decisions)
+    records = [decisions[node].record for node in program_order(root) if node in decisions]
+    if apply:
+        for module, _ in scoped:
+            _replace(module, decisions)
     return records
+
+
+@dataclass(frozen=True)
+class _Decision:
+    record: SiteRecord
+    family: Family
+    site: Site | None
+
+
+def _replace(module: fx.GraphModule, decisions: Mapping[fx.Node, _Decision]) -> None:
+    changed = False
+    # Last first: what a later site has noted about its operands then still exists.
+    for node in reversed(list(module.graph.nodes)):
+        decision = decisions.get(node)
+        if decision is None:
+            continue
+        node.meta[_SEEN] = True
+        record, site = decision.record, decision.site
+        if site is not None and record.kernel and not site.fixed_kernel:
+            decision.family.rewrite(site, record.kernel)
+            changed = True
+    if changed:
+        module.graph.lint()
+        module.recompile()
 
 
 def _find(
@@ -89,7 +103,7 @@ def _find(
     scope: Scope,
     config: Config,
     target: Target | None,
-    found: dict[fx.Node, tuple[SiteRecord, Family, Site | None]],
+    decisions: dict[fx.Node, _Decision],
 ) -> None:
     """Run the families' anchors through the pattern matcher, recording every match."""
     from torch._inductor.pattern_matcher import (
@@ -105,13 +119,15 @@ def _find(
         @register_graph_pattern(CallFunctionVarArgs(list(family.ANCHORS)), pass_dict=matcher)
         def record(match: Match, *args: Any, **kwargs: Any) -> None:
             node = match.nodes[-1]
-            if node.meta.get(_SEEN) or node in found:
+            if node.meta.get(_SEEN) or node in decisions:
                 return
             result = family.match(node, scope)
             if isinstance(result, Site):
-                found[node] = (_decide(family, result, scope, config, target), family, result)
+                decided = _decide(family, result, scope, config, target)
+                decisions[node] = _Decision(decided, family, result)
             elif isinstance(result, NotUnderstood):
-                found[node] = (_not_understood(family, node, result.reason), family, None)
+                left = _not_understood(family, node, result.reason)
+                decisions[node] = _Decision(left, family, None)
 
     for family in FAMILIES:
         register(family)
@@ -169,4 +185,5 @@ def _module_path(node: fx.Node) -> str:
     path = re.sub(r"^[LG]\['([^']+)'\]", r"\1", path)
     path = re.sub(r"\._modules\b", "", path)
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
-    return path.removeprefix("self.")
+    # The variable that holds the model: the user's `self`, or the one in Dynamo's own wrapper.
+    return re.sub(r"^(self|fn)\.", "", path)

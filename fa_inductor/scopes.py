@@ -117,6 +117,24 @@ def _bodies(module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.GraphModule, S
                 yield node, body, operands(node.args) if operands else ()
 
 
+def program_order(root: fx.GraphModule) -> Iterator[fx.Node]:
+    """Every node once, the nodes of a body where it is first run."""
+    entered: list[fx.GraphModule] = [root]
+
+    def walk(module: fx.GraphModule) -> Iterator[fx.Node]:
+        bodies: dict[fx.Node, list[fx.GraphModule]] = {}
+        for node, body, _ in _bodies(module):
+            bodies.setdefault(node, []).append(body)
+        for node in module.graph.nodes:
+            yield node
+            for body in bodies.get(node, []):
+                if body not in entered:
+                    entered.append(body)
+                    yield from walk(body)
+
+    return walk(root)
+
+
 def _sdp_states(graph: fx.Graph, state: _SdpState) -> Iterator[tuple[fx.Node, _SdpState]]:
     """The flags in force at each node; `sdpa_kernel` leaves calls that set them."""
     set_flags, from_name = torch_compat.sdpa_kernel_targets()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .errors import AdapterError
 
@@ -264,10 +265,17 @@ def autograd_kernel(
     return adapted(autograd, "make_autograd_impl")(op, info)
 
 
+def no_derivative_is_taken() -> bool:
+    """Whether neither autograd, nor forward mode, nor a `torch.func` transform is at work."""
+    return (
+        not torch.is_grad_enabled()
+        and forward_ad._current_level < 0
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
 def has_tangent(tensors: Sequence[torch.Tensor | None]) -> bool:
     """Whether a forward-mode derivative is being taken through one of the tensors."""
-    from torch.autograd import forward_ad
-
     if adapted(forward_ad, "_current_level") < 0:
         return False
     return any(

@@ -233,7 +233,8 @@ def check_precision(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], eps: 
     for got, true in zip(actual, [expected, *gradients(expected, exact)], strict=True):
         assert got.dtype == inputs[0].dtype
         assert got.isfinite().all()
-        assert float((got.double() - true).norm()) <= eps * (1 + float(true.norm()))
+        error = float((got.double() - true).detach().norm())
+        assert error <= eps * (1 + float(true.detach().norm()))
 
 
 def unscaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ ORDER = (
     ("__main__",),
 )
 INSIDE = {
-    "kernels": (("__init__",), ("fa4", "reference")),
+    "kernels": (("__init__",), ("reference", "fa4_launch"), ("fa4",)),
     "patterns": (("family",), ("sdpa", "mha", "op_call"), ("__init__",)),
 }
 

@@ -1,6 +1,8 @@
 """FlashAttention-4 (`flash_attn.cute`), CuTe-DSL kernels for Hopper and Blackwell.
 
 FA4 works on (B, S, H, D); the transposes here are views, so it sees the tensors' real strides.
+Its Python entry costs several times what a launch does, so the forward remembers the launch
+that the entry ended in (`fa4_launch.py`) and repeats it for the same metadata.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, MissingLibraryError, ShapeError
 from ..target import TESTED_LIBRARIES
+from .fa4_launch import LaunchCache
 
 
 @functools.cache
@@ -26,6 +29,9 @@ def _interface() -> Any:
             "'nvidia-cutlass-dsl[cu13]>=4.8.1' triton"
         ) from missing
     return interface
+
+
+_launches = LaunchCache()
 
 
 def _check(q: Tensor, v: Tensor) -> None:
@@ -43,17 +49,23 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str
 ) -> None:
     """See `fa_inductor.kernels`. `out` may have any dimension order with D innermost."""
+    tensors = (q, k, v, out)
+    if _launches.repeat(tensors, lse, scale, causal):
+        return
     _check(q, v)
-    _interface()._flash_attn_fwd(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        softmax_scale=scale,
-        causal=causal != "none",
-        return_lse=True,
-        out=out.transpose(1, 2),
-        lse=lse,
-    )
+    interface = _interface()
+    q_, k_, v_, out_ = (tensor.detach().transpose(1, 2) for tensor in tensors)
+    with _launches.recording(interface._flash_attn_fwd, tensors, lse, scale, causal):
+        interface._flash_attn_fwd(
+            q_,
+            k_,
+            v_,
+            softmax_scale=scale,
+            causal=causal != "none",
+            return_lse=True,
+            out=out_,
+            lse=lse,
+        )
 
 
 def backward(
