@@ -148,7 +148,7 @@ _SDPA_KERNEL = "torch.nn.attention.sdpa_kernel, set by the user"
 _NO_MASK = "no attn_mask in this version of fa_inductor"
 
 # (D, Dv) whose backward builds for sm_90a and was compared with float64 on an H200.
-_SM90_BACKWARD_PAIRS = ((192, 128), (128, 64))
+_SM90_BACKWARD_PAIRS = ((192, 128), (128, 64), (256, 128), (96, 64))
 
 ROWS: tuple[Row, ...] = (
     Row("fa4", "device", "CUDA only", f"{FA4} interface.py", _device),

@@ -122,6 +122,14 @@ def test_compiles_before_and_after_are_as_if_nothing_was() -> None:
     assert len(expected[0]) == 4
 
 
+def test_no_cache_entry_stays() -> None:
+    """Each would be looked at on every later call, and count towards the recompile limit."""
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    fa_inductor.explain(Attention(), options=BOTH)(make_x())
+    assert _debug_get_cache_entry_list(Attention.forward.__code__) == []
+
+
 def test_a_failing_function_leaves_no_trace_either() -> None:
     def after_failures(model: nn.Module) -> Any:
         explained = fa_inductor.explain(model, options=BOTH)
