@@ -1,4 +1,4 @@
-"""Host time of one attention call: our op beside PyTorch's kernels and FA4's own entry.
+"""Host time of one attention call and of its backward: our op, PyTorch's kernels, FA4's entry.
 
     python benchmarks/host_cost.py
 
@@ -8,6 +8,7 @@ in one run, in turn; each figure is the median over rounds. Compare the ratios.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -20,17 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_inductor import ops
 
-ROUNDS, CALLS = 15, 300
-
-
-def pinned(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Callable[[], object]:
-    def run() -> object:
-        return F.scaled_dot_product_attention(q, k, v)
-
-    run.context = lambda: sdpa_kernel(backend)  # type: ignore[attr-defined]
-    return run
+ROUNDS, CALLS = 9, 200
 
 
 def microseconds(run: Callable[[], object]) -> float:
@@ -46,29 +37,48 @@ def microseconds(run: Callable[[], object]) -> float:
 
 def main() -> None:
     q, k, v = (torch.randn(1, 8, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    bshd = [t.transpose(1, 2) for t in (q, k, v)]
     arguments = (0.125, "none", [0, 2, 1, 3], False, "fa4")
-    runs = {
-        "core cuDNN": pinned(SDPBackend.CUDNN_ATTENTION, q, k, v),
-        "core flash": pinned(SDPBackend.FLASH_ATTENTION, q, k, v),
-        "FA4's flash_attn_func": lambda: flash_attn_func(*bshd),
-        "fa_inductor.attention on fa4": lambda: ops.attention(q, k, v, *arguments),
+
+    def sdpa(*tensors: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*tensors)
+
+    def fa4_eager(*tensors: torch.Tensor) -> torch.Tensor:
+        return flash_attn_func(*(tensor.transpose(1, 2) for tensor in tensors))[0]
+
+    def ours(*tensors: torch.Tensor) -> torch.Tensor:
+        return ops.attention(*tensors, *arguments)[0]
+
+    calls = {
+        "core cuDNN": (sdpa, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)),
+        "core flash": (sdpa, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION)),
+        "FA4's flash_attn_func": (fa4_eager, contextlib.nullcontext),
+        "fa_inductor.attention on fa4": (ours, contextlib.nullcontext),
     }
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    with torch.no_grad():
-        for _ in range(ROUNDS):
-            for name, run in runs.items():
-                context = getattr(run, "context", None)
-                if context is None:
-                    times[name].append(microseconds(run))
-                else:
-                    with context():
-                        times[name].append(microseconds(run))
-    table = Table("call", "host time, µs", "against core cuDNN", title=torch.cuda.get_device_name())
-    medians = {name: sorted(each)[ROUNDS // 2] for name, each in times.items()}
-    for name, median in medians.items():
-        table.add_row(name, f"{median:.1f}", f"{median / medians['core cuDNN']:.2f}x")
-    Console().print(table)
+    forward: dict[str, list[float]] = {name: [] for name in calls}
+    both: dict[str, list[float]] = {name: [] for name in calls}
+    leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    for _ in range(ROUNDS):
+        for name, (call, context) in calls.items():
+            with context():
+                with torch.no_grad():
+                    forward[name].append(microseconds(lambda call=call: call(q, k, v)))
+                    in_graph = microseconds(lambda: ops.attention_forward(q, k, v, *arguments))
+
+                def step(call: Callable[..., torch.Tensor] = call) -> object:
+                    out = call(*leaves)
+                    return torch.autograd.grad(out, leaves, out)
+
+                both[name].append(microseconds(step))
+    table = Table("call", "forward, µs", "ratio", "forward + backward, µs", "ratio")
+    table.title = f"{torch.cuda.get_device_name()}, (1, 8, 128, 64) bfloat16; ratio to core cuDNN"
+    medians = [{n: sorted(t)[ROUNDS // 2] for n, t in times.items()} for times in (forward, both)]
+    for name in calls:
+        cells = [(m[name], m[name] / m["core cuDNN"]) for m in medians]
+        table.add_row(
+            name, *(text for time, ratio in cells for text in (f"{time:.1f}", f"{ratio:.2f}x"))
+        )
+    Console(width=120).print(table)
+    print(f"the op as a compiled graph calls it, forward: {in_graph:.1f} µs")
 
 
 if __name__ == "__main__":

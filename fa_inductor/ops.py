@@ -3,7 +3,9 @@
 `torch.ops.fa_inductor.attention(q, k, v, scale, causal, out_order, deterministic, kernel)`
 returns (out, lse); `torch.ops.fa_inductor.attention_backward(...)` its gradients. Dynamo and
 Inductor never look inside; the name of the kernel is an argument, so that a cached graph can
-only ever run the kernel it was compiled for.
+only ever run the kernel it was compiled for. Below autograd `attention` becomes
+`attention_forward`, the same without derivatives: what a compiled graph calls is not slowed
+down by an autograd kernel in Python.
 
 Shapes: q (B, Hq, Sq, D); k (B, Hkv, Sk, D); v (B, Hkv, Sk, Dv); Hq a multiple of Hkv.
 out: (B, Hq, Sq, Dv), q's dtype, dense, dimensions in memory in the order `out_order`.
@@ -33,11 +35,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_library.define(
-    "attention(Tensor q, Tensor k, Tensor v, float? scale, str causal, int[] out_order, "
-    "bool deterministic, str kernel) -> (Tensor out, Tensor lse)",
-    tags=_TAGS,
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, float? scale, str causal, int[] out_order, "
+    "bool deterministic, str kernel"
 )
+for _name in ("attention", "attention_forward"):
+    _library.define(f"{_name}({_ARGUMENTS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
     "attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, "
     "Tensor out, Tensor lse, float? scale, str causal, bool deterministic, str kernel) "
@@ -45,6 +48,7 @@ _library.define(
     tags=_TAGS,
 )
 attention = torch.ops.fa_inductor.attention.default
+attention_forward = torch.ops.fa_inductor.attention_forward.default
 attention_backward = torch.ops.fa_inductor.attention_backward.default
 
 
@@ -287,15 +291,20 @@ def _cast_under_autocast(device_type: str, key: torch._C.DispatchKey) -> Any:
 def _register() -> None:
     for key in ("CPU", "CUDA"):
         _library.impl("attention", _attention, key)
+        _library.impl("attention_forward", _attention, key)
         _library.impl("attention_backward", _attention_backward, key)
     torch.library.register_fake(attention, _attention_fake, lib=_library)
+    torch.library.register_fake(attention_forward, _attention_fake, lib=_library)
     torch.library.register_fake(attention_backward, _attention_backward_fake, lib=_library)
-    first = torch_compat.autograd_kernel(attention, _setup_context, _differentiate)
+    first = torch_compat.autograd_kernel(attention_forward, _setup_context, _differentiate)
     second = torch_compat.autograd_kernel(
         attention_backward, lambda ctx, inputs, output: None, _differentiate_twice
     )
     _library.impl(
-        "attention", _refusing(attention, first, 3, "attention"), "Autograd", with_keyset=True
+        "attention",
+        _refusing(attention_forward, first, 3, "attention"),
+        "Autograd",
+        with_keyset=True,
     )
     _library.impl(
         "attention_backward",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,6 +129,26 @@ def test_no_cache_entry_stays() -> None:
 
     fa_inductor.explain(Attention(), options=BOTH)(make_x())
     assert _debug_get_cache_entry_list(Attention.forward.__code__) == []
+
+
+def test_explaining_often_uses_up_no_recompiles() -> None:
+    """The user's function still recompiles after more explains than Dynamo allows recompiles.
+
+    torch 2.11 cannot keep entries apart, so that there each explain of a function that is compiled
+    already costs it one of its eight; `torch_compat.untouched_dynamo` says so.
+    """
+    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x[None], x[None], x[None])
+
+    def explain_often(x: Tensor) -> None:
+        for _ in range(12 if apart else 2):
+            fa_inductor.explain(attend, options=REFERENCE)(x)
+
+    calls = [(make_x(6),), (make_x(8),)]
+    expected = _fresh(lambda _: _observe(attend, calls))
+    assert _fresh(lambda _: _observe(attend, calls, explain_often)) == expected
 
 
 def test_a_failing_function_leaves_no_trace_either() -> None:

@@ -1,13 +1,14 @@
 """FlashAttention-4 (`flash_attn.cute`), CuTe-DSL kernels for Hopper and Blackwell.
 
 FA4 works on (B, S, H, D); the transposes here are views, so it sees the tensors' real strides.
-Its Python entry costs several times what a launch does, so the forward remembers the launch
-that the entry ended in (`fa4_launch.py`) and repeats it for the same metadata.
+Its Python entries cost several times what their launches do, so the launches are remembered
+(`fa4_launch.py`) and repeated for the same metadata.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -45,25 +46,34 @@ def _check(q: Tensor, v: Tensor) -> None:
             raise ShapeError(f"Kernel fa4 takes head dims 8, 16, ... 256, got {dim}.")
 
 
+def _bshd(*tensors: Tensor) -> list[Tensor]:
+    """(B, H, S, D) tensors as FA4 takes them, without their autograd history."""
+    return [(t.detach() if t.requires_grad else t).transpose(1, 2) for t in tensors]
+
+
+def _key(tensors: Sequence[Tensor], *flags: Hashable) -> Hashable:
+    """All metadata that FA4 decides by."""
+    layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
+    return (*flags, tensors[0].dtype, tensors[0].device, *layout)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str
 ) -> None:
     """See `fa_inductor.kernels`. `out` may have any dimension order with D innermost."""
-    tensors = (q, k, v, out)
-    if _launches.repeat(tensors, lse, scale, causal):
+    tensors = [*_bshd(q, k, v, out), lse]
+    key = _key(tensors, scale, causal)
+    if _launches.repeat(key, tensors):
         return
     _check(q, v)
-    interface = _interface()
-    q_, k_, v_, out_ = (tensor.detach().transpose(1, 2) for tensor in tensors)
-    with _launches.recording(interface._flash_attn_fwd, tensors, lse, scale, causal):
-        interface._flash_attn_fwd(
-            q_,
-            k_,
-            v_,
+    entry = _interface()._flash_attn_fwd
+    with _launches.recording((entry,), key, tensors):
+        entry(
+            *tensors[:3],
             softmax_scale=scale,
             causal=causal != "none",
             return_lse=True,
-            out=out_,
+            out=tensors[3],
             lse=lse,
         )
 
@@ -85,19 +95,25 @@ def backward(
     deterministic: bool,
 ) -> None:
     """See `fa_inductor.kernels`. FA4 does not check the gradients' strides: contiguous BSHD."""
+    tensors = [*_bshd(q, k, v, out, grad_out, grad_q, grad_k, grad_v), lse]
+    if grad_lse is not None:
+        tensors.append(grad_lse)
+    key = _key(tensors, scale, causal, deterministic)
+    if _launches.repeat(key, tensors):
+        return
     _check(q, v)
-    _interface()._flash_attn_bwd(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        out.transpose(1, 2),
-        grad_out.transpose(1, 2),
-        lse,
-        softmax_scale=scale,
-        causal=causal != "none",
-        deterministic=deterministic,
-        dq=grad_q.transpose(1, 2),
-        dk=grad_k.transpose(1, 2),
-        dv=grad_v.transpose(1, 2),
-        dlse=grad_lse,
-    )
+    interface = _interface()
+    entry = interface._flash_attn_bwd
+    entries = (interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)
+    with _launches.recording(entries, key, tensors):
+        entry(
+            *tensors[:5],
+            lse,
+            softmax_scale=scale,
+            causal=causal != "none",
+            deterministic=deterministic,
+            dq=tensors[5],
+            dk=tensors[6],
+            dv=tensors[7],
+            dlse=grad_lse,
+        )

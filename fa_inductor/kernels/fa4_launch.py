@@ -1,44 +1,108 @@
-"""Repeating a launch of FA4 without its Python entry.
+"""Repeating the launches of an FA4 entry without its Python.
 
-`_flash_attn_fwd` checks, chooses tiles, builds a cache key and then calls one compiled kernel
-with positional arguments (q, k, v, out, lse, scale, ...constants). For the same shapes, strides,
-dtype, device and flags it does so again with the same kernel and constants: that call is kept,
-and made directly from then on. Everything that the entry looks at is in the key, but the
-pointers' alignment, which is checked on each call; a call in which FA4 copied an input is never
-kept.
+`_flash_attn_fwd` and `_flash_attn_bwd` check their arguments, choose tiles, build cache keys, make
+temporaries and then call compiled kernels with positional arguments. For the same shapes, strides,
+dtype, device and flags they do so again with the same kernels, constants and sizes of temporaries:
+that sequence of calls is kept, and made directly from then on.
+
+Everything that the entries look at must be in the caller's key, but the pointers' alignment,
+which is checked on each call. A sequence in which FA4 copied an input is never kept, nor one in
+which two inputs share their memory, as it could not be told which of them is meant.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _CAPACITY = 1024
 _ALIGNMENT = 16  # bytes, `maybe_contiguous` in flash_attn/cute/cute_dsl_utils.py
-_TENSORS = 5  # q, k, v, out, lse come first, then the scale
-
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class _Launch:
-    kernel: Callable[..., Any]
-    constants: tuple[Any, ...]
+class _Slot:
+    """A tensor argument: one of the caller's (`index` counts them), or a temporary after those."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Temporary:
+    """Memory between two kernels. One that the first kernel does not see must start as zero."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    zero: bool
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
+    temporaries: tuple[_Temporary, ...]
+
+    def run(self, tensors: Sequence[Tensor]) -> None:
+        memory = list(tensors)
+        device = tensors[0].device
+        for each in self.temporaries:
+            make = torch.zeros if each.zero else torch.empty
+            memory.append(make(each.shape, dtype=each.dtype, device=device))
+        for kernel, template in self.calls:
+            kernel(*[memory[a.index] if type(a) is _Slot else a for a in template])
+
+
+class LaunchCache:
+    """Sequences of launches by the caller's key, the least recently made dropped first."""
+
+    def __init__(self) -> None:
+        self._sequences: OrderedDict[Hashable, _Sequence] = OrderedDict()
+        self._lock = threading.Lock()
+        self.repeated = 0
+
+    def repeat(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
+        """Launch as before; False when there is no such sequence or a pointer is not aligned."""
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return False
+        pointers = 0
+        for tensor in tensors:
+            pointers |= tensor.data_ptr()
+        if pointers % _ALIGNMENT:
+            return False
+        sequence.run(tensors)
+        self.repeated += 1
+        return True
+
+    @contextmanager
+    def recording(
+        self, entries: Sequence[Any], key: Hashable, tensors: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """Note the launches made inside through the compile caches of `entries`."""
+        calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        with self._lock, ExitStack() as stack:
+            for entry in entries:
+                stack.callback(setattr, entry, "compile_cache", entry.compile_cache)
+                entry.compile_cache = _Recorder(entry.compile_cache, calls)
+            yield
+            sequence = _repeatable(calls, tensors)
+            if sequence is not None:
+                self._sequences[key] = sequence
+                while len(self._sequences) > _CAPACITY:
+                    self._sequences.popitem(last=False)
 
 
 class _Recorder:
-    """Stands in for FA4's compile cache, and notes the calls that one thread makes through it."""
+    """Stands in for one of FA4's compile caches, and notes the calls that one thread makes."""
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
+    def __init__(self, cache: Any, calls: list[Any]) -> None:
+        self.cache, self.calls = cache, calls
         self.thread = threading.get_ident()
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
     def __contains__(self, key: Any) -> bool:
         return key in self.cache
@@ -61,85 +125,38 @@ class _Recorder:
         return getattr(self.cache, name)
 
 
-class LaunchCache:
-    """Launches by metadata, the least recently used dropped first."""
-
-    def __init__(self) -> None:
-        self._launches: OrderedDict[Hashable, _Launch] = OrderedDict()
-        self._lock = threading.Lock()
-        self.repeated = 0
-
-    def repeat(self, tensors: Tensors, lse: Tensor, scale: float, causal: str) -> bool:
-        """Launch as before; False when there is no such launch yet or a pointer is not aligned."""
-        launch = self._launches.get(_key(tensors, causal))
-        q, k, v, out = tensors
-        pointers = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-        if launch is None or pointers % _ALIGNMENT:
-            return False
-        if q.requires_grad or k.requires_grad or v.requires_grad:  # not exportable as they are
-            q, k, v = q.detach(), k.detach(), v.detach()
-        launch.kernel(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            out.transpose(1, 2),
-            lse,
-            scale,
-            *launch.constants,
-        )
-        self.repeated += 1
-        return True
-
-    @contextmanager
-    def recording(
-        self, entry: Any, tensors: Tensors, lse: Tensor, scale: float, causal: str
-    ) -> Iterator[None]:
-        """Note the launch that `entry` makes inside, if it can be repeated."""
-        with self._lock:
-            recorder = _Recorder(entry.compile_cache)
-            entry.compile_cache = recorder
-            try:
-                yield
-            finally:
-                entry.compile_cache = recorder.cache
-            launch = _repeatable(recorder.calls, (*tensors, lse), scale)
-            if launch is not None:
-                self._launches[_key(tensors, causal)] = launch
-                while len(self._launches) > _CAPACITY:
-                    self._launches.popitem(last=False)
-
-
-def _key(tensors: Tensors, causal: str) -> Hashable:
-    q, k, v, out = tensors
-    return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.stride(),
-        k.stride(),
-        v.stride(),
-        out.stride(),
-        q.dtype,
-        q.device,
-        causal,
-    )
-
-
 def _repeatable(
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]],
-    tensors: tuple[Tensor, ...],
-    scale: float,
-) -> _Launch | None:
-    """The one call made, if its tensors are ours, uncopied, and nothing else in it is a tensor."""
-    if len(calls) != 1:
+    calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], tensors: Sequence[Tensor]
+) -> _Sequence | None:
+    """The calls as a sequence, if each of `tensors` is used in them as it is."""
+    slots = {tensor.data_ptr(): _Slot(index) for index, tensor in enumerate(tensors)}
+    if len(slots) != len(tensors):
         return None
-    kernel, arguments = calls[0]
-    given = arguments[:_TENSORS]
-    if not all(isinstance(tensor, Tensor) for tensor in given) or arguments[_TENSORS] != scale:
+    temporaries: list[_Temporary] = []
+    used: set[int] = set()
+    templates = []
+    for number, (kernel, arguments) in enumerate(calls):
+        template: list[Any] = []
+        for argument in arguments:
+            if isinstance(argument, (tuple, list)):
+                return None  # may hold tensors
+            if not isinstance(argument, Tensor):
+                template.append(argument)
+                continue
+            slot = slots.get(argument.data_ptr())
+            if slot is None:
+                if not argument.is_contiguous():
+                    return None
+                slot = slots[argument.data_ptr()] = _Slot(len(tensors) + len(temporaries))
+                made = _Temporary(tuple(argument.shape), argument.dtype, zero=number > 0)
+                temporaries.append(made)
+            elif slot.index < len(tensors):
+                own = tensors[slot.index]
+                if (own.shape, own.stride()) != (argument.shape, argument.stride()):
+                    return None
+            used.add(slot.index)
+            template.append(slot)
+        templates.append((kernel, tuple(template)))
+    if not used.issuperset(range(len(tensors))):
         return None
-    if any(a.data_ptr() != b.data_ptr() for a, b in zip(given, tensors, strict=True)):
-        return None
-    constants = arguments[_TENSORS + 1 :]
-    if any(isinstance(constant, Tensor) for constant in constants):
-        return None
-    return _Launch(kernel, constants)
+    return _Sequence(tuple(templates), tuple(temporaries))

@@ -52,6 +52,63 @@ def test_inputs_that_require_gradients() -> None:
     assert all(torch.isfinite(grad).all() for grad in grads)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize("causal", ["none", "bottom_right"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_repeated_backward(heads: tuple[int, int], causal: str, deterministic: bool) -> None:
+    """Against float64 on fresh data each time, and bit by bit where FA4 promises it."""
+    shape = (2, heads[0], 300, 64)
+    for _ in range(3):
+        q, k, v = (
+            _randn(*shape[:1], h, *shape[2:]).requires_grad_()
+            for h in (heads[0], heads[1], heads[1])
+        )
+        precise = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        arguments = (None, causal, [0, 2, 1, 3], deterministic, "fa4")
+        out = ops.attention(q, k, v, *arguments)[0]
+        grad_out = torch.randn_like(out)
+        poison_cuda_free_memory(0.1)
+        grads = torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)
+        wanted = torch.autograd.grad(oracle(*precise, causal=causal), precise, grad_out.double())
+        for ours, theirs in zip(grads, wanted, strict=True):
+            assert torch.isfinite(ours).all()
+            assert relative_error(ours, theirs) < 2 * TOLERANCE
+        if deterministic:
+            again = torch.autograd.grad(out, (q, k, v), grad_out)
+            assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    assert fa4._launches.repeated >= 4
+
+
+def test_grad_out_of_other_layouts_takes_the_entry() -> None:
+    """ST-08, from the launch cache's side: contiguous, transposed, strided, expanded, twice."""
+    q, k, v = (_randn(2, 4, 200, 64).requires_grad_() for _ in range(3))
+    out, _ = ops.attention(q, k, v, None, "none", [0, 2, 1, 3], True, "fa4")
+    base = _randn(2, 4, 200, 64)
+    layouts = [
+        base,
+        base.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.stack([base, base], -1).flatten(-2)[..., ::2],
+        torch.ones((), device="cuda", dtype=torch.bfloat16).expand(2, 4, 200, 64),
+    ]
+    for grad_out in layouts * 2:
+        actual = torch.autograd.grad(out, (q, k, v), grad_out, retain_graph=True)
+        copied = grad_out.contiguous()
+        expected = torch.autograd.grad(out, (q, k, v), copied, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_lse_gradients_alternate_with_none() -> None:
+    q, k, v = (_randn(2, 4, 200, 64).requires_grad_() for _ in range(3))
+    results = []
+    for with_lse in (True, False, True, False):
+        out, lse = ops.attention(q, k, v, None, "none", [0, 2, 1, 3], True, "fa4")
+        loss = out.float().square().sum() + (lse.square().sum() if with_lse else 0)
+        results.append(torch.autograd.grad(loss, (q, k, v)))
+    for first, again in ((0, 2), (1, 3)):
+        assert all(map(torch.equal, results[first], results[again]))
+    assert not torch.equal(results[0][0], results[1][0])
+
+
 def test_other_metadata_takes_the_entry() -> None:
     """Layout, dtype, flags and sizes one after another, each right and none taken for another."""
     shape = (2, 4, 256, 64)
