@@ -170,7 +170,7 @@ def test_pinning_after_the_first_compile(compiler: Callable[..., Any]) -> None:
 def test_pinning_after_the_first_compile_with_plain_inductor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with `backend="inductor"`, also when its cache answers for the pass (GB-01)."""
+    """The same with `backend="inductor"`, also with a graph from its cache (GB-01)."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for cached in (False, True):
         torch._dynamo.reset()

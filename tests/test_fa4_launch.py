@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,6 +16,11 @@ from torch import Tensor
 
 from fa_inductor.kernels import fa4_launch
 from fa_inductor.kernels.fa4_launch import LaunchCache
+
+
+class AuxData(NamedTuple):
+    tensors: list[Tensor] | None = None
+    scalars: tuple[float, ...] | None = None
 
 
 class Entry:
@@ -76,6 +81,8 @@ def test_a_pointer_that_is_not_aligned_takes_the_entry() -> None:
     shifted = buffer[1:].view(2, 8)
     torch.testing.assert_close(run(cache, entry, shifted, y), 3 * (shifted + y))
     assert (entry.entered, cache.repeated) == (2, 0)
+    torch.testing.assert_close(run(cache, entry, x, y), 3 * (x + y))
+    assert (entry.entered, cache.repeated) == (2, 1)
 
 
 def test_an_input_that_was_copied_is_never_kept() -> None:
@@ -102,20 +109,26 @@ def test_inputs_that_share_memory_are_never_kept() -> None:
     cache, entry = LaunchCache(), Entry()
     x, y = torch.randn(2, 8), torch.randn(2, 8)
     torch.testing.assert_close(run(cache, entry, x, x), 6 * x)
-    torch.testing.assert_close(run(cache, entry, x, y), 3 * (x + y))
-    assert (entry.entered, cache.repeated) == (2, 0)
+    for repeated in (0, 1):  # noted from the first call that can be told apart
+        torch.testing.assert_close(run(cache, entry, x, y), 3 * (x + y))
+        assert (entry.entered, cache.repeated) == (2, repeated)
+    torch.testing.assert_close(run(cache, entry, y, y), 6 * y)
 
 
-def test_a_tuple_argument_is_never_kept() -> None:
+@pytest.mark.parametrize("holds_tensor", [False, True])
+def test_a_tuple_is_kept_unless_a_tensor_is_in_it(holds_tensor: bool) -> None:
+    """FA4 passes an `AuxData`, a named tuple, with every call."""
     cache, entry = LaunchCache(), Entry()
     entry.compile_cache["scale"] = lambda x, to, scale, _: to.copy_(x * scale)
-    entry.compile_cache["add"] = lambda *arguments: Entry._add(*arguments[:4], arguments[4][0])
+    entry.compile_cache["add"] = lambda *arguments: Entry._add(*arguments[:4], 3.0)
     x, y, out = torch.randn(2, 8), torch.randn(2, 8), torch.empty(2, 8)
     with cache.recording((entry,), "key", (x, y, out)):
         product, total = torch.empty(2, 8), torch.zeros(2, 8)
-        entry.compile_cache["scale"](x, product, 3.0, None)
-        entry.compile_cache["add"](product, y, total, out, (3.0,))
-    assert not cache.repeat("key", (x, y, out))
+        entry.compile_cache["scale"](x, product, 3.0, AuxData())
+        nested = AuxData([torch.ones(1)]) if holds_tensor else AuxData()
+        entry.compile_cache["add"](product, y, total, out, nested)
+    assert cache.repeat("key", (x, y, out)) is not holds_tensor
+    torch.testing.assert_close(out, 3 * (x + y))
 
 
 def test_calls_of_another_thread_are_not_noted() -> None:

@@ -143,11 +143,14 @@ class _Windows(nn.Module):
         return self.out(out.reshape(b, 8, height, width))
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize(
-    ("make", "shape"),
-    [(_ConvolutionHeads, (1, 4, 8, 8)), (_Windows, (2, 8, 8, 8))],
-    ids=["1x1 convolutions", "windows"],
+    ("make", "shape", "memory_format"),
+    [
+        (_ConvolutionHeads, (1, 4, 8, 8), torch.contiguous_format),
+        (_ConvolutionHeads, (1, 4, 8, 8), torch.channels_last),
+        (_Windows, (2, 8, 8, 8), torch.channels_last),
+    ],
+    ids=["1x1 convolutions", "1x1 convolutions, channels last", "windows, channels last"],
 )
 def test_convolutions_around_attention(
     make: Callable[[], nn.Module], shape: tuple[int, ...], memory_format: torch.memory_format

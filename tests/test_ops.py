@@ -49,6 +49,15 @@ def test_opcheck_of_the_forward(make: Callable[[], Inputs]) -> None:
         torch.library.opcheck(ops.attention, (*inputs, *arguments("top_left")))
 
 
+@pytest.mark.parametrize("layout", ["packed", "GQA", "Dv > D", "float64", "Sk=0"])
+def test_opcheck_of_the_forward_without_derivatives(layout: str) -> None:
+    """What `attention` becomes below autograd promises the same metadata."""
+    call = (*LAYOUTS[layout](), *arguments("top_left"))
+    with poisoned():
+        torch.library.opcheck(ops.attention_forward, call)
+        assert metadata(ops.attention_forward(*call)) == metadata(ops.attention(*call))
+
+
 @all_layouts
 def test_opcheck_of_the_backward(make: Callable[[], Inputs]) -> None:
     """The gradient op is a well-formed op too, with a gradient of lse ..."""
@@ -192,3 +201,27 @@ def test_the_gradient_op_knows_kernels_by_name_too(kernel: str) -> None:
     call = backward_arguments(*qkv())
     with pytest.raises(UnknownKernelError, match=kernel):
         ops.attention_backward(*call[:-1], kernel)
+
+
+BAD_GRADIENT_CALLS: dict[str, tuple[dict[str, Any], type[FaInductorError], str]] = {
+    "grad_out's length": ({"grad_out": size(2, 4, 1, 8)}, ShapeError, r"\(2, 4, 1, 8\)"),
+    "grad_lse's batch": ({"grad_lse": size(1, 4, 5)}, ShapeError, r"\(1, 4, 5\)"),
+    "lse's batch": ({"lse": size(1, 4, 5)}, ShapeError, r"\(1, 4, 5\)"),
+    "out's length": ({"out": size(2, 4, 1, 8)}, ShapeError, r"\(2, 4, 1, 8\)"),
+    "key lengths differ": ({"v": size(2, 4, 7, 8)}, ShapeError, r"v \(2, 4, 7, 8\)"),
+    "grad_out's dtype": ({"grad_out": size(2, 4, 5, 8).double()}, DtypeError, "torch.float64"),
+    "unknown causal": ({"causal": "lower"}, ShapeError, "causal='lower'.*bottom_right"),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"), BAD_GRADIENT_CALLS.values(), ids=BAD_GRADIENT_CALLS.keys()
+)
+def test_bad_calls_of_the_gradient_op(
+    changed: dict[str, Any], error: type[FaInductorError], message: str
+) -> None:
+    """Nothing is broadcast to fit, and no unknown mask is taken for a known one."""
+    names = [argument.name for argument in ops.attention_backward._schema.arguments]
+    call = dict(zip(names, backward_arguments(*qkv()), strict=True))
+    with pytest.raises(error, match=message):
+        ops.attention_backward(*{**call, **changed}.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +19,7 @@ from fa_inductor.errors import UnknownKernelError, UnknownTargetError
 from fa_inductor.rewrite import SiteRecord
 from fa_inductor.select import choose
 from fa_inductor.support import Row, reasons_against
-from fa_inductor.target import NAMED_TARGETS, Target
+from fa_inductor.target import NAMED_TARGETS, TESTED_LIBRARIES, Target
 
 attend = F.scaled_dot_product_attention
 
@@ -55,12 +54,20 @@ def test_rows_of_a_plugin_count_too() -> None:
 
 
 @pytest.mark.parametrize("arch", NAMED_TARGETS)
-def test_a_named_target_counts_libraries_as_installed(arch: str) -> None:
-    named = Target.of_name(arch)
-    assert named == dataclasses.replace(named, arch=arch, named=True)
-    assert named.family in (8, 9, 10, 12)
-    assert all(named.libraries.values())
-    assert Target.of_name(arch.removesuffix("a")) == named
+def test_a_named_target_has_the_libraries_that_are_here_or_the_tested_ones(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planning needs no kernel library; one that is here in another version is seen."""
+    for installed in ("", "4.0.0b12"):
+        here = {**dict.fromkeys(TESTED_LIBRARIES, ""), "flash-attn-4": installed}
+        monkeypatch.setattr("fa_inductor.target.installed_libraries", lambda here=here: here)
+        named = Target.of_name(arch)
+        assert (named.arch, named.named) == (arch, True)
+        assert Target.of_name(arch.removesuffix("a")) == named
+        against = reasons_against("fa4", spec(), named)
+        assert [reason.partition(" (")[0] for reason in against] == (
+            [f"flash-attn-4 {installed}"] if installed else []
+        )
 
 
 # --- Planned through `explain` ------------------------------------------------------------------

@@ -6,8 +6,8 @@ dtype, device and flags they do so again with the same kernels, constants and si
 that sequence of calls is kept, and made directly from then on.
 
 Everything that the entries look at must be in the caller's key, but the pointers' alignment,
-which is checked on each call. A sequence in which FA4 copied an input is never kept, nor one in
-which two inputs share their memory, as it could not be told which of them is meant.
+which is checked on each call. A sequence in which FA4 copied an input is never kept. Nothing is
+noted while two inputs share their memory, as it could not be told which of them is meant.
 """
 
 from __future__ import annotations
@@ -58,10 +58,13 @@ class _Sequence:
 
 
 class LaunchCache:
-    """Sequences of launches by the caller's key, the least recently made dropped first."""
+    """Sequences of launches by the caller's key, the least recently made dropped first.
+
+    None stands for a key whose sequence cannot be repeated.
+    """
 
     def __init__(self) -> None:
-        self._sequences: OrderedDict[Hashable, _Sequence] = OrderedDict()
+        self._sequences: OrderedDict[Hashable, _Sequence | None] = OrderedDict()
         self._lock = threading.Lock()
         self.repeated = 0
 
@@ -70,10 +73,7 @@ class LaunchCache:
         sequence = self._sequences.get(key)
         if sequence is None:
             return False
-        pointers = 0
-        for tensor in tensors:
-            pointers |= tensor.data_ptr()
-        if pointers % _ALIGNMENT:
+        if not _aligned(tensors):
             return False
         sequence.run(tensors)
         self.repeated += 1
@@ -84,17 +84,19 @@ class LaunchCache:
         self, entries: Sequence[Any], key: Hashable, tensors: Sequence[Tensor]
     ) -> Iterator[None]:
         """Note the launches made inside through the compile caches of `entries`."""
+        distinct = len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+        if key in self._sequences or not distinct or not _aligned(tensors):
+            yield  # known, or it would say nothing about other tensors of the same metadata
+            return
         calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         with self._lock, ExitStack() as stack:
             for entry in entries:
                 stack.callback(setattr, entry, "compile_cache", entry.compile_cache)
                 entry.compile_cache = _Recorder(entry.compile_cache, calls)
             yield
-            sequence = _repeatable(calls, tensors)
-            if sequence is not None:
-                self._sequences[key] = sequence
-                while len(self._sequences) > _CAPACITY:
-                    self._sequences.popitem(last=False)
+            self._sequences[key] = _repeatable(calls, tensors)
+            while len(self._sequences) > _CAPACITY:
+                self._sequences.popitem(last=False)
 
 
 class _Recorder:
@@ -125,22 +127,34 @@ class _Recorder:
         return getattr(self.cache, name)
 
 
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    pointers = 0
+    for tensor in tensors:
+        pointers |= tensor.data_ptr()
+    return pointers % _ALIGNMENT == 0
+
+
+def _holds_tensor(argument: Any) -> bool:
+    """Whether a tuple or list of arguments, FA4's `AuxData` among them, has a tensor in it."""
+    if isinstance(argument, (tuple, list)):
+        return any(map(_holds_tensor, argument))
+    return isinstance(argument, Tensor)
+
+
 def _repeatable(
     calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], tensors: Sequence[Tensor]
 ) -> _Sequence | None:
     """The calls as a sequence, if each of `tensors` is used in them as it is."""
     slots = {tensor.data_ptr(): _Slot(index) for index, tensor in enumerate(tensors)}
-    if len(slots) != len(tensors):
-        return None
     temporaries: list[_Temporary] = []
     used: set[int] = set()
     templates = []
     for number, (kernel, arguments) in enumerate(calls):
         template: list[Any] = []
         for argument in arguments:
-            if isinstance(argument, (tuple, list)):
-                return None  # may hold tensors
             if not isinstance(argument, Tensor):
+                if _holds_tensor(argument):
+                    return None
                 template.append(argument)
                 continue
             slot = slots.get(argument.data_ptr())
