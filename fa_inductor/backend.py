@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, kernels, torch_compat
+from . import compile_pass, dynamo_compat, kernels, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
@@ -68,7 +68,7 @@ def _parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Config,
 def _check_mode(mode: str | None) -> None:
     from torch._inductor import list_mode_options
 
-    known = ("default", *list_mode_options())
+    known = tuple(dict.fromkeys(("default", *list_mode_options())))
     if mode is not None and mode not in known:
         raise OptionError(
             f"Unknown mode {mode!r}; Inductor knows {', '.join(known)}." + nearest(mode, known)
@@ -134,7 +134,7 @@ class _RunPass:
 
     def __call__(self, graph: fx.Graph) -> None:
         # Sub-graphs come first and alone; their surroundings are known once the root comes.
-        if not torch_compat.is_sub_graph(graph):
+        if not dynamo_compat.is_sub_graph(graph):
             assert graph.owning_module is not None
             with timed_pass():
                 compile_pass.run(graph.owning_module, self.config)

@@ -6,7 +6,7 @@ import logging
 
 from torch import fx
 
-from . import report, torch_compat
+from . import dynamo_compat, report
 from .config import Config
 from .errors import FallbackError
 from .rewrite import SiteRecord, rewrite
@@ -22,11 +22,11 @@ def run(
 
     Raises `FallbackError` when a site is left to PyTorch under `fa.on_fallback="error"`.
     """
-    torch_compat.guard_sdp_backends()
+    dynamo_compat.guard_sdp_backends()
     sites = rewrite(gm, config, target, apply=apply)
     collecting = report.collector()
     if collecting is not None:
-        reason = torch_compat.graph_break_reason(gm)
+        reason = dynamo_compat.graph_break_reason(gm)
         broken = report.GraphBreak(*reason) if reason else None
         collecting.add(len(gm.graph.nodes), sites, broken)
     for site in sites:

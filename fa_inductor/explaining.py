@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, kernels, report, torch_compat
+from . import compile_pass, dynamo_compat, kernels, report
 from .config import split_options
 from .patterns import op_call
 from .target import Target
@@ -41,8 +41,8 @@ def explain(
         return gm.forward
 
     def run(*args: Any, **kwargs: Any) -> report.Report:
-        with torch_compat.untouched_dynamo(), report.collecting() as collected:
-            torch_compat.compile_isolated(fn, backend)(*args, **kwargs)
+        with dynamo_compat.untouched_dynamo(), report.collecting() as collected:
+            dynamo_compat.compile_isolated(fn, backend)(*args, **kwargs)
         return collected
 
     return run

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from . import (
+    dynamo_compat,
     ops,  # noqa: F401  (registers the op that the substitute calls)
-    torch_compat,
 )
 from .spec import BSHD_ORDER
 from .target import TESTED_LIBRARIES, installed_libraries
@@ -113,16 +113,16 @@ def _is_imported(name: str) -> bool:
 
 def _substitute(interface: ModuleType) -> None:
     # Whatever is not substituted must break the graph, not be traced into.
-    torch_compat.never_trace_module(_FA4.rpartition(".")[0])
+    dynamo_compat.never_trace_module(_FA4.rpartition(".")[0])
     original = interface.flash_attn_func
     for function in (original, interface.flash_attn_varlen_func):
-        torch_compat.never_compile(function)
+        dynamo_compat.never_compile(function)
     substitute = _make_substitute(original)
     _substituted.append(substitute)
     if list(inspect.signature(original).parameters) == list(
         inspect.signature(substitute).parameters
     ):
-        torch_compat.substitute_in_graphs(original, substitute)
+        dynamo_compat.substitute_in_graphs(original, substitute)
     else:
         log.warning(
             "flash_attn_func of this FlashAttention-4 (%s) has other arguments than %s; "

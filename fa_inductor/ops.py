@@ -18,20 +18,18 @@ gradient, as PyTorch's own attention does since 2.5.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import kernels, torch_compat
-from .errors import DerivativeError, DeviceError, DtypeError, ShapeError
-from .spec import BSHD_ORDER, CAUSAL_KINDS, default_scale
+from . import kernels, op_checks, torch_compat
+from .errors import DerivativeError, ShapeError
+from .spec import BSHD_ORDER, default_scale
 from .symbolic import Dim
 
 NAMESPACE = "fa_inductor"
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -52,53 +50,7 @@ attention_forward = torch.ops.fa_inductor.attention_forward.default
 attention_backward = torch.ops.fa_inductor.attention_backward.default
 
 
-# --- Checks, the same for fake and real tensors ---------------------------------------------
-
-
-def _check(
-    shapes: Sequence[Sequence[Any]],
-    dtypes: Sequence[torch.dtype],
-    devices: Sequence[torch.device],
-    causal: str,
-    out_order: Sequence[int],
-) -> None:
-    """Raise unless the metadata of q, k, v and the arguments form an attention problem."""
-    described = ", ".join(f"{n} {tuple(s)}" for n, s in zip("qkv", shapes, strict=True))
-    if any(len(shape) != 4 for shape in shapes):
-        raise ShapeError(f"fa_inductor.attention takes (B, H, S, D) tensors, got {described}.")
-    q, k, v = (tuple(shape) for shape in shapes)
-    if (q[0], q[3]) != (k[0], k[3]) or k[:3] != v[:3]:
-        raise ShapeError(
-            "fa_inductor.attention needs q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and "
-            f"v (B, Hkv, Sk, Dv), got {described}."
-        )
-    if q[1] % k[1] != 0 if k[1] else q[1] != 0:
-        raise ShapeError(f"The {q[1]} query heads are not a multiple of the {k[1]} key heads.")
-    if len(set(dtypes)) != 1 or dtypes[0] not in _DTYPES:
-        raise DtypeError(
-            f"fa_inductor.attention takes one dtype of {[str(d) for d in _DTYPES]}, "
-            f"got q {dtypes[0]}, k {dtypes[1]}, v {dtypes[2]}."
-        )
-    if len(set(devices)) != 1:
-        raise DeviceError(
-            f"q, k and v must be on one device, got {devices[0]}, {devices[1]} and {devices[2]}."
-        )
-    if causal not in CAUSAL_KINDS:
-        raise ShapeError(f"causal={causal!r}: expected one of {CAUSAL_KINDS}.")
-    if sorted(out_order) != [0, 1, 2, 3] or out_order[3] != 3:
-        raise ShapeError(f"out_order={list(out_order)}: expected an order of 0, 1, 2 ending in 3.")
-
-
-# What passed once passes again: the key is all that is looked at.
-_check_once = functools.lru_cache(maxsize=4096)(_check)
-
-
-def _metadata(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Any, Any]:
-    return (
-        (q.shape, k.shape, v.shape),
-        (q.dtype, k.dtype, v.dtype),
-        (q.device, k.device, v.device),
-    )
+# --- Allocation, the same for fake and real tensors -------------------------------------------
 
 
 def _causal_for(kernel: str, causal: str, sq: int, sk: int) -> str:
@@ -113,14 +65,10 @@ def _causal_for(kernel: str, causal: str, sq: int, sk: int) -> str:
     return causal
 
 
-# --- Allocation, the same for fake and real tensors -------------------------------------------
-
-
 def _allocate_outputs(q: Tensor, v: Tensor, out_order: Sequence[int]) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = q.shape
     out = _empty_in_order(q, (batch, heads, length, v.shape[3]), out_order)
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out, q.new_empty((batch, heads, length), dtype=lse_dtype)
+    return out, q.new_empty((batch, heads, length), dtype=op_checks.lse_dtype(q.dtype))
 
 
 def _empty_in_order(like: Tensor, size: Sequence[Dim], order: Sequence[int]) -> Tensor:
@@ -138,6 +86,14 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     return grads[0], grads[1], grads[2]
 
 
+def _no_tangents(name: str) -> DerivativeError:
+    """PyTorch would take forward-mode derivatives of an op without a formula as zero."""
+    return DerivativeError(
+        f"fa_inductor.{name} has no forward-mode derivative (jvp); run this part under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+    )
+
+
 # --- Implementations ----------------------------------------------------------------------------
 
 
@@ -151,7 +107,9 @@ def _attention(
     deterministic: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    _check_once(*_metadata(q, k, v), causal, tuple(out_order))
+    if torch_compat.has_tangent_below_autograd((q, k, v)):
+        raise _no_tangents("attention")
+    op_checks.inputs_once(*op_checks.metadata(q, k, v), causal, tuple(out_order))
     implementation = kernels.load(kernel)
     causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
     out, lse = _allocate_outputs(q, v, out_order)
@@ -172,7 +130,7 @@ def _attention_fake(
     deterministic: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    _check(*_metadata(q, k, v), causal, out_order)
+    op_checks.check_inputs(*op_checks.metadata(q, k, v), causal, out_order)
     kernels.check_known(kernel)
     return _allocate_outputs(q, v, out_order)
 
@@ -190,6 +148,8 @@ def _attention_backward(
     deterministic: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gradient = op_checks.gradient_metadata(grad_out, grad_lse, out, lse)
+    op_checks.gradient_once(*op_checks.metadata(q, k, v), causal, gradient)
     implementation = kernels.load(kernel)
     causal = _causal_for(kernel, causal, q.shape[2], k.shape[2])
     grads = _allocate_gradients(q, k, v)
@@ -215,8 +175,21 @@ def _attention_backward(
 
 
 def _attention_backward_fake(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float | None,
+    causal: str,
+    deterministic: bool,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    gradient = op_checks.gradient_metadata(grad_out, grad_lse, out, lse)
+    op_checks.check_gradient(*op_checks.metadata(q, k, v), causal, gradient)
+    kernels.check_known(kernel)
     return _allocate_gradients(q, k, v)
 
 
@@ -264,10 +237,7 @@ def _refusing(op: Any, kernel: Any, count: int, name: str) -> Any:
                 "differentiate with torch.autograd, or compile: the pass leaves such code alone."
             )
         if torch_compat.has_tangent(args[:count]):
-            raise DerivativeError(
-                f"fa_inductor.{name} has no forward-mode derivative (jvp); run this part under "
-                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-            )
+            raise _no_tangents(name)
         return kernel(keyset, *args)
 
     return checked

@@ -8,12 +8,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from helpers import kernels_of, run_reported
-from poison import poisoned
 from torch import Tensor
 
 from fa_inductor.kernels import reference
 from fa_inductor.report import Report
+from helpers import kernels_of, run_reported
+from poison import poisoned
 
 # float32 sums of a few dozen terms of size 1, taken in another order than eager takes them.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cache_child import Answer, Request
-from helpers import run_reported
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.utils import fresh_cache
 
@@ -28,6 +27,7 @@ from fa_inductor import backend, patterns, torch_compat
 from fa_inductor.config import Config
 from fa_inductor.errors import FallbackError
 from fa_inductor.fingerprint import fingerprint
+from helpers import run_reported
 
 ROUTES = ("backend", "register")
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import TOLERANCE, Outcome, compare_with_eager, run_poisoned
-from helpers import compile_quick, compile_reference, kernels_of, relative_error
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa_inductor
+from comparison import TOLERANCE, Outcome, compare_with_eager, run_poisoned
 from fa_inductor import torch_compat
+from helpers import compile_quick, compile_reference, kernels_of, relative_error
 
 BOTH_ROUTES = pytest.mark.parametrize("compiler", [compile_quick, compile_reference])
 attend = F.scaled_dot_product_attention

@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import TOLERANCE
-from helpers import compile_quick, compile_reference, oracle, run_reported
-from poison import poisoned
 from torch import Tensor
 
+from comparison import TOLERANCE
 from fa_inductor.kernels import reference
+from helpers import compile_quick, compile_reference, oracle, run_reported
+from poison import poisoned
 
 BOTH_ROUTES = pytest.mark.parametrize("compiler", [compile_quick, compile_reference])
 attend = F.scaled_dot_product_attention

@@ -135,7 +135,7 @@ def test_explaining_often_uses_up_no_recompiles() -> None:
     """The user's function still recompiles after more explains than Dynamo allows recompiles.
 
     torch 2.11 cannot keep entries apart, so that there each explain of a function that is compiled
-    already costs it one of its eight; `torch_compat.untouched_dynamo` says so.
+    already costs it one of its eight; `dynamo_compat.untouched_dynamo` says so.
     """
     apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from poison import poisoned
 from torch import Tensor
 
 from fa_inductor.kernels import fa4_launch
 from fa_inductor.kernels.fa4_launch import LaunchCache
+from poison import poisoned
 
 
 class AuxData(NamedTuple):

@@ -21,9 +21,10 @@ HEAVY = ("flash_attn", "cutlass", "cudnn", "quack", "triton", "torch._dynamo", "
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
     ("errors", "config", "torch_compat"),
-    ("symbolic", "spec"),
+    ("dynamo_compat", "symbolic", "spec"),
     ("target", "layout", "support"),
     ("kernels",),
+    ("op_checks",),
     ("ops",),
     ("guards",),
     ("patterns",),

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from helpers import compile_quick, compile_reference, kernels_of, run_reported
 from poison import poisoned
-from torch import Tensor, nn
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 6, 8
 WIDTH = HEADS * HEAD_DIM

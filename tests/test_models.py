@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import REFERENCE, compile_quick, compile_reference, kernels_of, run_reported
-from poison import poisoned
 from torch import nn
 
 from fa_inductor import Report
+from helpers import REFERENCE, compile_quick, compile_reference, kernels_of, run_reported
+from poison import poisoned
 
 BATCH, LENGTH, VOCABULARY, LAYERS = 2, 12, 64, 2
 _TEXT: dict[str, Any] = {

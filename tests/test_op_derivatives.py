@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_inputs import FLOATS, arguments, dtype_id, qkv
-from poison import poisoned
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from fa_inductor import ops
 from fa_inductor.errors import DerivativeError, DtypeError
+from poison import poisoned
 
 # --- Derivatives --------------------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import torch
 from attention_inputs import LAYOUTS, ORDER_IDS, ORDERS, Inputs, arguments, qkv
-from helpers import clone_inputs
-from poison import poisoned
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -26,6 +24,8 @@ from fa_inductor.errors import (
     ShapeError,
     UnknownKernelError,
 )
+from helpers import clone_inputs
+from poison import poisoned
 
 all_layouts = pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS.keys())
 

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
+
 from comparison import Outcome, compare_forward, compare_with_eager, gradients, leaves
 from fa_inductor.patterns import FAMILIES, Example, Family
 from fa_inductor.patterns import mha as mha_family
 from fa_inductor.patterns import sdpa as sdpa_family
 from helpers import compile_quick, compile_reference
-from torch import nn
 
 
 def cases(kind: str) -> list[Any]:

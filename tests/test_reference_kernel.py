@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 import torch
 from attention_inputs import FLOATS, LAYOUTS, Inputs, arguments, dtype_id, qkv
-from helpers import clone_inputs, oracle, relative_error
-from poison import poisoned
 from torch import Tensor
 
 from fa_inductor import ops
 from fa_inductor.kernels import reference
+from helpers import clone_inputs, oracle, relative_error
+from poison import poisoned
 
 CAUSAL = ("none", "top_left", "bottom_right")
 LENGTHS = ((6, 6), (3, 7), (7, 3), (1, 5), (5, 1))

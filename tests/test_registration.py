@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kernels_of, run_reported
 from torch import Tensor, fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config as inductor
@@ -23,6 +22,7 @@ from torch._inductor.utils import fresh_cache
 import fa_inductor
 from fa_inductor import backend, torch_compat
 from fa_inductor.errors import FallbackError, OptionError, UnknownKernelError
+from helpers import kernels_of, run_reported
 
 OPTIONS = tuple(
     name

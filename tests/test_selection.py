@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_specs import AMPERE, BLACKWELL, GEFORCE, HOPPER, spec, target
-from comparison import TOLERANCE, compare_with_eager, run_poisoned
-from helpers import compile_quick
 from torch import Tensor
 
+from comparison import TOLERANCE, compare_with_eager, run_poisoned
 from fa_inductor import explain
 from fa_inductor.config import Config
 from fa_inductor.errors import UnknownKernelError, UnknownTargetError
@@ -20,6 +19,7 @@ from fa_inductor.rewrite import SiteRecord
 from fa_inductor.select import choose
 from fa_inductor.support import Row, reasons_against
 from fa_inductor.target import NAMED_TARGETS, TESTED_LIBRARIES, Target
+from helpers import compile_quick
 
 attend = F.scaled_dot_product_attention
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from comparison import compare_forward, compare_with_eager
-from helpers import compile_quick, compile_reference, kernels_of
 from torch import Tensor
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch._higher_order_ops.wrap import wrap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+
+from comparison import compare_forward, compare_with_eager
+from helpers import compile_quick, compile_reference, kernels_of
 
 # Eager's own attention loops over the samples of a vmap, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")

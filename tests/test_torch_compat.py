@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa_inductor import torch_compat
+from fa_inductor import dynamo_compat, torch_compat
 from fa_inductor.errors import AdapterError
 
 
@@ -62,9 +62,9 @@ def test_sub_graphs_are_told_from_the_root() -> None:
     roots: list[bool] = []
 
     def backend(gm: torch.fx.GraphModule, _: object) -> object:
-        roots.append(torch_compat.is_sub_graph(gm.graph))
+        roots.append(dynamo_compat.is_sub_graph(gm.graph))
         bodies = [m for m in gm.children() if isinstance(m, torch.fx.GraphModule)]
-        roots.extend(torch_compat.is_sub_graph(body.graph) for body in bodies)
+        roots.extend(dynamo_compat.is_sub_graph(body.graph) for body in bodies)
         return gm.forward
 
     def f(x: torch.Tensor) -> torch.Tensor:

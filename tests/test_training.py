@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from explained_model import Attention, make_x
-from helpers import compile_quick, compile_reference, kernels_of, relative_error, run_reported
-from poison import poisoned
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from helpers import compile_quick, compile_reference, kernels_of, relative_error, run_reported
+from poison import poisoned
 
 BATCH, LENGTH, VOCABULARY, WIDTH, LAYERS = 2, 11, 40, 32, 2
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from poison import poison_cuda_free_memory
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import kernels_of, oracle, relative_error, run_reported
-from poison import poison_cuda_free_memory
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_inductor.errors import FaInductorError
+from helpers import kernels_of, oracle, relative_error, run_reported
+from poison import poison_cuda_free_memory
 
 BF16_TOLERANCE = 8e-3  # scores, weights and output are each rounded to 8 bits (2^-9 = 2e-3)
 

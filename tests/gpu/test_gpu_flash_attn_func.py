@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flash_attn.cute import flash_attn_func
-from helpers import relative_error
-from poison import poison_cuda_free_memory
 
 import fa_inductor  # noqa: F401
+from helpers import relative_error
+from poison import poison_cuda_free_memory
 
 BACKENDS = ("inductor", "fa_inductor")
 

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
-from helpers import oracle, relative_error
-from poison import poison_cuda_free_memory
 
 from fa_inductor import ops
 from fa_inductor.kernels import fa4
+from helpers import oracle, relative_error
+from poison import poison_cuda_free_memory
 
 TOLERANCE = 8e-3  # bf16: scores, weights and output are each rounded to 8 bits
 

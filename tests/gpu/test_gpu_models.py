@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import kernels_of, relative_error, run_reported
-from poison import poison_cuda_free_memory
 from torch.utils.checkpoint import checkpoint
 
 from fa_inductor import demo
+from helpers import kernels_of, relative_error, run_reported
+from poison import poison_cuda_free_memory
 
 # Through several bf16 layers the error is a few roundings (2^-9 each) of every layer's output.
 MODEL_TOLERANCE = 4e-2

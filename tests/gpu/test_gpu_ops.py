@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import oracle, relative_error
-from poison import poison_cuda_free_memory, poisoned
 
 from fa_inductor import ops
+from helpers import oracle, relative_error
+from poison import poison_cuda_free_memory, poisoned
 
 # bf16 keeps 8 bits: one rounding is 2^-9 = 2e-3 relative; scores, weights and output are rounded.
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
