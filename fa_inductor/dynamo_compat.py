@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .torch_compat import adapted, sdp_backends
 
@@ -84,9 +85,7 @@ def substitute_in_graphs(original: Callable[..., Any], traceable: Callable[..., 
 
 def compiles_polyfilled_functions() -> bool:
     """Whether `torch.compile(original)` takes a substitute by itself (torch >= 2.13)."""
-    from torch._dynamo import trace_rules
-
-    return hasattr(trace_rules, "is_polyfilled_callable")
+    return TorchVersion(torch.__version__) >= (2, 13)
 
 
 def never_trace_module(name: str) -> None:
