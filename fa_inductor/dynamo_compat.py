@@ -85,7 +85,7 @@ def substitute_in_graphs(original: Callable[..., Any], traceable: Callable[..., 
 
 def compiles_polyfilled_functions() -> bool:
     """Whether `torch.compile(original)` takes a substitute by itself (torch >= 2.13)."""
-    return TorchVersion(torch.__version__) >= (2, 13)
+    return TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 def never_trace_module(name: str) -> None:

@@ -118,7 +118,7 @@ def _causal_top_left(spec: AttentionSpec, _: Target) -> str | None:
 
 
 def _scale(spec: AttentionSpec, _: Target) -> str | None:
-    if spec.scale is None or (isinstance(spec.scale, (int, float)) and spec.scale > 0):
+    if spec.scale is None or symbolic.guarded(spec.scale > 0):
         return None
     return f"scale {spec.scale}"
 

@@ -35,9 +35,15 @@ def guarded_same(left: Dim, right: Dim) -> bool:
     For sizes that must agree for the attention to exist at all, or that agree in nearly every
     model (Sq and Sk of a causal attention), but reach the graph as symbols of their own.
     """
+    return guarded(left == right)
+
+
+def guarded(fact: bool | torch.SymBool) -> bool:
+    """Whether `fact` holds now; the graph is then only valid while it does (and while it does not,
+    when it does not)."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    return bool(guard_or_false(left == right))
+    return bool(guard_or_false(fact))
 
 
 def same_all(left: Sequence[Dim], right: Sequence[Dim]) -> bool:

@@ -132,8 +132,9 @@ def rewrite(site: Site, kernel: str) -> None:
     out = emit.call("flatten", out, 2)
     out = emit.call(F.linear, out, arguments["out_proj_weight"], arguments["out_proj_bias"])
     for user in list(site.node.users):
-        out.meta.update(user.meta)
-        user.replace_all_uses_with(out)
+        if user.args[1] == 0:
+            out.meta.update(user.meta)
+            user.replace_all_uses_with(out)
         user.graph.erase_node(user)
     site.node.graph.erase_node(site.node)
 
@@ -149,29 +150,30 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
             return f"{name} is given"
     if arguments["add_zero_attn"] is not False:
         return "add_zero_attn=True"
-    if arguments["need_weights"] is not False:
-        return "need_weights=True: the attention weights are an output"
     for name in ("embed_dim_to_check", "num_heads"):
         if not isinstance(arguments[name], int):
             return f"{name} is symbolic"
     if not isinstance(arguments["dropout_p"], (int, float)):
         return "dropout_p is symbolic"
-    for name in ("training", "is_causal"):
+    for name in ("training", "is_causal", "need_weights"):
         if not isinstance(arguments[name], bool):
             return f"{name} is symbolic"
     for user in node.users:
-        if user.target is not operator.getitem or user.args[1] != 0:
-            return "its second output is used"
+        if user.target is not operator.getitem:
+            return "its outputs are used as a tuple"
+        if user.args[1] == 1 and user.users:
+            return f"need_weights={arguments['need_weights']}: the attention weights are used"
     return None
 
 
 def _mask(arguments: dict[str, Any]) -> tuple[bool, str | None]:
     """(is causal, what else is masked). PyTorch takes `is_causal` as a promise about
-    `attn_mask` when there is no padding mask and no weights are asked for."""
+    `attn_mask` when there is no padding mask and no weights are asked for; else it reads
+    `attn_mask` itself."""
     padding, mask = arguments["key_padding_mask"], arguments["attn_mask"]
     if padding is not None:
         return False, describe("key_padding_mask", padding)
-    if arguments["is_causal"]:
+    if arguments["is_causal"] and not arguments["need_weights"]:
         return True, None
     return False, None if mask is None else describe("attn_mask", mask)
 
@@ -255,6 +257,7 @@ def examples() -> list[Example]:
     mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
     return [
         Example("self-attention", _call(_module(**first), (0, 0, 0)), _inputs(1, 6)),
+        Example("weights not used", lambda x: _WEIGHTS(x, x, x)[0], _inputs(1, 6)),
         Example("sequence first", _call(_module(), (0, 0, 0)), _inputs(1, 6)),
         Example("no bias", _call(_module(bias=False, **first), (0, 0, 0)), _inputs(1, 6)),
         Example("cross-attention", _call(_module(**first), (0, 1, 1)), _inputs(2, 6, 9)),
@@ -294,6 +297,7 @@ def counterexamples() -> list[Example]:
     padding[1, 4:] = True
     return [
         Example("weights returned", lambda x: _module_with_weights(x), _inputs(1, 6), 0),
+        Example("weights and a causal hint", _hinted, _inputs(1, 6), 0),
         Example("attn_mask", _call(_module(**first), (0, 0, 0), attn_mask=mask), _inputs(1, 6), 0),
         Example(
             "padding mask",
@@ -316,6 +320,12 @@ def counterexamples() -> list[Example]:
 
 
 _WEIGHTS = nn.MultiheadAttention(16, 2, batch_first=True)
+
+
+def _hinted(x: torch.Tensor) -> torch.Tensor:
+    """With weights asked for, PyTorch applies the mask as it is, whatever the hint says."""
+    mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)
+    return _WEIGHTS(x, x, x, attn_mask=mask, is_causal=True)[0]
 
 
 def _module_with_weights(x: torch.Tensor) -> torch.Tensor:

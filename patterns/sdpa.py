@@ -89,7 +89,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         causal="top_left" if arguments["is_causal"] else "none",
         scale=scale,
         mask=None if mask is None else describe("attn_mask", mask),
-        dropout_p=float(arguments["dropout_p"]),
+        dropout_p=_dropout_p(arguments["dropout_p"]),
         needs_grad=out.requires_grad,
         deterministic=scope.deterministic,
         sdp_backends=scope.sdp_backends.get(node),
@@ -136,12 +136,20 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
         return "is_causal is symbolic"
     if not isinstance(arguments["enable_gqa"], bool):
         return "enable_gqa is symbolic"
-    if not isinstance(arguments["dropout_p"], (int, float)):
-        return "dropout_p is symbolic"
+    dropout_p = example_of(arguments["dropout_p"])
+    if isinstance(dropout_p, torch.SymFloat) and not symbolic.guarded(dropout_p == 0):
+        return f"dropout_p is symbolic ({dropout_p})"
+    if not isinstance(dropout_p, (int, float, torch.SymFloat)):
+        return f"dropout_p is {type(dropout_p).__name__}"
     scale = example_of(arguments["scale"])
     if scale is not None and not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
         return f"scale is {type(scale).__name__}"
     return None
+
+
+def _dropout_p(given: Any) -> float:
+    """A symbolic probability has been guarded to be 0."""
+    return float(given) if isinstance(given, (int, float)) else 0.0
 
 
 def _broadcast(

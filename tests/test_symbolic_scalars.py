@@ -1,0 +1,65 @@
+"""A scale or dropout that is an attribute of a module: a symbol as soon as two modules differ."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fa_inductor.compile_pass import run
+from fa_inductor.config import Config
+from fa_inductor.target import Target
+from helpers import compile_quick, kernels_of, oracle, relative_error, run_reported
+from poison import poisoned
+
+
+class Attention(nn.Module):
+    def __init__(self, scale: float, dropout_p: float = 0.0) -> None:
+        super().__init__()
+        self.scale, self.dropout_p = scale, dropout_p
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale, dropout_p=self.dropout_p)
+
+
+def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return module(q, k, v)
+
+
+def test_scales_that_differ_between_modules() -> None:
+    compiled = compile_quick(attend)
+    with poisoned():
+        for scale in (0.3, 0.5, 0.7, -0.2):
+            q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+            out, report = run_reported(compiled, Attention(scale), q, k, v)
+            assert set(kernels_of(report)) <= {"reference"}
+            assert relative_error(out, oracle(q, k, v, scale=scale)) < 1e-5
+
+
+def test_a_symbolic_scale_is_guarded_to_be_positive_on_fa4() -> None:
+    """FA4 takes the scale at run time, so any positive one is the same graph."""
+    planned: list[str | None] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        sites = run(gm, Config(on_fallback="ignore"), Target.of_name("sm_90a"), apply=False)
+        planned.extend(site.kernel for site in sites)
+        return gm.forward
+
+    compiled = torch.compile(attend, backend=backend)
+    q = torch.randn(2, 4, 9, 64, dtype=torch.bfloat16)
+    for scale in (0.3, 0.5, 0.7):
+        compiled(Attention(scale), q, q, q)
+    assert set(planned) == {"fa4"}
+    planned.clear()
+    compiled(Attention(-0.2), q, q, q)
+    assert planned == [None]
+
+
+def test_a_dropout_that_becomes_a_symbol_is_never_dropped() -> None:
+    compiled = compile_quick(attend)
+    for dropout_p in (0.0, 0.5, 0.9):
+        q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
+        out, report = run_reported(compiled, Attention(0.3, dropout_p), q, k, v)
+        assert set(kernels_of(report)) <= {"reference" if dropout_p == 0 else None}
+        exact = relative_error(out, oracle(q, k, v, scale=0.3)) < 1e-5
+        assert exact is (dropout_p == 0)
