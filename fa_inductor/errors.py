@@ -47,6 +47,14 @@ class DerivativeError(FaInductorError, NotImplementedError):
     """A derivative that the attention ops do not have; raised instead of a wrong number."""
 
 
+class PlanError(FaInductorError, RuntimeError):
+    """cuDNN has no plan for an attention, or a plan was declared for other tensors."""
+
+
+class CaptureError(FaInductorError, RuntimeError):
+    """Something would have to be built while a CUDA graph is captured."""
+
+
 class FallbackError(FaInductorError, RuntimeError):
     """`fa.on_fallback="error"` and at least one site was left to PyTorch."""
 

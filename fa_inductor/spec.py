@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from . import symbolic
+from .problem import Problem
 from .symbolic import Dim
 
 CAUSAL_KINDS = ("none", "top_left", "bottom_right")
 
 # Order of (B, H, S, D) in memory that PyTorch's own flash attention gives its output.
-BSHD_ORDER = (0, 2, 1, 3)
+BSHD = "BSHD"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,15 @@ class AttentionSpec:
     causal: "none"; "top_left": query i sees keys j <= i; "bottom_right": j <= i + Sk - Sq.
     scale: factor on q·k; None means 1/sqrt(D).
     mask: what the attention mask is, in words; None without one.
+    bias: the mask as the op takes it, (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
+        visible) or added to the scores; None without a mask and for one that the op cannot take.
+    bias_needs_grad: whether the bias is differentiated.
     dropout_p: probability with which a weight is dropped.
+    window: (left, right) bounds of a sliding window, None where unbounded, as in
+        `fa_inductor.problem.Problem`.
+    softcap: scores become softcap · tanh(score / softcap); 0.0 for none.
+    has_sink: whether a learnable sink logit takes part in each softmax.
+    has_seqlens: whether sequences are shorter than Sq and Sk, by lengths on the device.
     needs_grad: whether a backward can be asked for.
     deterministic: whether the backward must be repeatable bit by bit.
     sdp_backends: names of `torch.nn.attention.SDPBackend` that the user left enabled around
@@ -65,7 +74,13 @@ class AttentionSpec:
     causal: str = "none"
     scale: float | None = None
     mask: str | None = None
+    bias: TensorSpec | None = None
+    bias_needs_grad: bool = False
     dropout_p: float = 0.0
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float = 0.0
+    has_sink: bool = False
+    has_seqlens: bool = False
     needs_grad: bool = False
     deterministic: bool = False
     sdp_backends: tuple[str, ...] | None = None
@@ -85,6 +100,11 @@ class AttentionSpec:
         """(Sq, Sk)."""
         return self.q.shape[2], self.k.shape[2]
 
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        """(left, right) bounds of the band of visible keys, causal taken in."""
+        return Problem(0.0, self.causal, *self.window).band
+
     def to_json(self) -> dict[str, Any]:
         def tensor(t: TensorSpec) -> dict[str, Any]:
             return {
@@ -103,6 +123,10 @@ class AttentionSpec:
             "scale": self.scale,
             "mask": self.mask,
             "dropout_p": self.dropout_p,
+            "window": list(self.window),
+            "softcap": self.softcap,
+            "sink": self.has_sink,
+            "sequence_lengths": self.has_seqlens,
             "needs_grad": self.needs_grad,
             "deterministic": self.deterministic,
             "sdp_backends": list(self.sdp_backends) if self.sdp_backends is not None else None,
@@ -118,8 +142,16 @@ class AttentionSpec:
         ]
         if self.causal != "none":
             parts.append("causal" if symbolic.same(sq, sk) else f"causal {self.causal}")
+        if self.window != (None, None):
+            parts.append("window ({}, {})".format(*("∞" if w is None else w for w in self.window)))
         if self.mask:
             parts.append(self.mask)
+        if self.softcap:
+            parts.append(f"softcap {self.softcap}")
+        if self.has_sink:
+            parts.append("sink")
+        if self.has_seqlens:
+            parts.append("sequence lengths")
         if self.dropout_p:
             parts.append(f"dropout {self.dropout_p}")
         parts.append("fwd+bwd" if self.needs_grad else "fwd")

@@ -24,6 +24,17 @@ def as_int(dim: Dim) -> int:
     return dim if isinstance(dim, int) else int(dim.node.expr)
 
 
+def hint(dim: Dim) -> int:
+    """What a size is in the call that is being compiled, 1 where that is not known.
+
+    For choices that only cost time when a later call is unlike this one.
+    """
+    if is_static(dim):
+        return as_int(dim)
+    assert isinstance(dim, torch.SymInt)
+    return int(dim.node.hint) if dim.node.has_hint() else 1
+
+
 def same(left: Dim, right: Dim) -> bool:
     """Whether both sizes are provably equal."""
     return _known(left == right)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from .errors import AdapterError
@@ -30,6 +31,37 @@ def adapted(owner: Any, name: str) -> Any:
             f"PyTorch {torch.__version__} has no {where}.{name}, which fa_inductor "
             "adapts in torch_compat.py; use a tested version (2.11 to 2.14) or update fa_inductor."
         ) from missing
+
+
+# --- Tensors, without the dispatcher --------------------------------------------------------
+
+# What Inductor's own generated code calls: several times cheaper than `torch.empty_strided` and
+# `torch.as_strided`. Looked up by attribute on each call, as the tests poison what they allocate.
+_guards = adapted(torch._C._dynamo, "guards")
+
+
+def view_as(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """`tensor`'s memory seen with other sizes and strides, `offset` elements on, detached."""
+    return _guards._reinterpret_tensor(tensor, size, stride, offset)
+
+
+def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`torch.empty_strided` on the current CUDA device."""
+    return _guards._empty_strided_cuda(size, stride, dtype)
+
+
+def metadata_guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
+    """A function that tells whether tensors have the shapes, strides, dtypes, devices and dispatch
+    keys of these, in C++; None if one of these is missing, which it cannot compare.
+
+    It is what Dynamo guards its inputs with; it may say False where a slower look says True.
+    """
+    if any(tensor is None for tensor in tensors):
+        return None
+    guard = adapted(_guards, "TensorGuards")(
+        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+    )
+    return guard.check
 
 
 # --- Inductor's options -------------------------------------------------------------------

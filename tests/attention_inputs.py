@@ -1,4 +1,4 @@
-"""q, k and v in every memory layout that the ops have to take."""
+"""What the ops have to take: q, k and v in every memory layout, and the arguments after them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fa_inductor import ops
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 ORDERS = tuple(itertools.permutations((0, 1, 2)))  # of (B, H, S) in memory, D always innermost
@@ -101,11 +103,38 @@ LAYOUTS: dict[str, Callable[[], Inputs]] = {
 
 def arguments(causal: str = "none", order: tuple[int, ...] = BSHD, **changed: Any) -> list[Any]:
     """What follows q, k, v in a call of `ops.attention`."""
-    values = {
-        "scale": None,
-        "causal": causal,
-        "out_order": [*order, 3],
-        "deterministic": False,
-        "kernel": "reference",
-    }
-    return list({**values, **changed}.values())
+    out_order = "".join("BHSD"[dim] for dim in (*order, 3))
+    return list({**_ARGUMENTS, "causal": causal, "out_order": out_order, **changed}.values())
+
+
+_ARGUMENTS = {
+    "scale": None,
+    "causal": "none",
+    "out_order": "BSHD",
+    "deterministic": False,
+    "kernel": "reference",
+}
+
+
+def attend(call: dict[str, Any], **more: Any) -> tuple[Tensor, Tensor]:
+    """`ops.attention` with its arguments by name, on the reference kernel unless told."""
+    return ops.attention(**{**_ARGUMENTS, **call, **more})
+
+
+def leaves(tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Aliases with the same strides (unless cast) that require gradients if of a float dtype."""
+    found = {}
+    for name, tensor in tensors.items():
+        floating = tensor.is_floating_point()
+        cast = tensor.detach().to(dtype) if floating and dtype else tensor.detach()
+        found[name] = cast.requires_grad_(floating)
+    return found
+
+
+def lengths(*values: int) -> Tensor:
+    """Sequence lengths."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rng(seed: int, offset: int = 0) -> Tensor:
+    return torch.tensor([seed, offset])

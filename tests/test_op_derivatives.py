@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_inputs import FLOATS, arguments, dtype_id, qkv
+from attention_inputs import FLOATS, arguments, attend, dtype_id, leaves, lengths, qkv, rng
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -54,30 +54,64 @@ def forward_over_reverse() -> Any:
         )
 
 
-def forward_mode(index: int) -> Any:
-    def attend(changed: Tensor) -> Tensor:
-        inputs = list(qkv())
-        inputs[index] = changed
-        return ops.attention(*inputs, *arguments())[0]
+def forward_over_gradients(op: Any, name: str) -> Callable[[], Any]:
+    """A tangent in one argument of a gradient op, above or below autograd."""
 
-    primal = qkv()[index]
-    return torch.func.jvp(attend, (primal,), (torch.ones_like(primal),))
+    def derive() -> Any:
+        tensors = {**every_input(), "seqlens_k": lengths(6, 3), "rng": rng(0)}
+        out, lse = attend(tensors)
+        call = {**tensors, "out": out, "lse": lse}
+        call.update(grad_out=torch.ones_like(out), grad_lse=torch.ones_like(lse))
+        numbers = {"scale": None, "causal": "none", "deterministic": False, "kernel": "reference"}
+        with forward_ad.dual_level():
+            call[name] = forward_ad.make_dual(call[name], torch.ones_like(call[name]))
+            return op(**call, **numbers, bias_grad=True, sink_grad=True)
+
+    return derive
+
+
+def every_input() -> dict[str, Tensor]:
+    q, k, v = qkv()
+    return {"q": q, "k": k, "v": v, "bias": torch.randn(2, 4, 5, 6), "sink": torch.randn(4)}
+
+
+def forward_mode(name: str) -> Any:
+    tensors = every_input()
+    primal = tensors[name]
+    return torch.func.jvp(
+        lambda changed: attend({**tensors, name: changed})[0],
+        (primal,),
+        (torch.ones_like(primal),),
+    )
 
 
 def forward_mode_without_grad() -> Any:
     with torch.no_grad():
-        return forward_mode(0)
+        return forward_mode("q")
+
+
+def double_backward_of(name: str) -> Any:
+    tensors = leaves(every_input())
+    loss = attend(tensors)[0].square().sum()
+    gradient = torch.autograd.grad(loss, tensors[name], create_graph=True)[0]
+    gradient.square().sum().backward()
+    return tensors[name].grad
 
 
 UNSUPPORTED_DERIVATIVES: dict[str, Callable[[], Any]] = {
     "double backward": double_backward,
     "hessian-vector product": hessian_vector_product,
-    "jvp in q": lambda: forward_mode(0),
-    "jvp in k": lambda: forward_mode(1),
-    "jvp in v": lambda: forward_mode(2),
+    "double backward of bias": lambda: double_backward_of("bias"),
+    "double backward of sink": lambda: double_backward_of("sink"),
+    **{f"jvp in {name}": lambda name=name: forward_mode(name) for name in every_input()},
     "jvp under no_grad": forward_mode_without_grad,
     "jacfwd": lambda: torch.func.jacfwd(square_of_attention)(qkv()[0]),
     "forward over reverse": forward_over_reverse,
+    **{
+        f"{name}'s tangent in {op._schema.name}": forward_over_gradients(op, name)
+        for op in (ops.attention_backward_all, ops.attention_gradients_all)
+        for name in ("grad_out", "grad_lse", "q", "bias", "sink", "out", "lse")
+    },
 }
 
 
@@ -150,6 +184,22 @@ def test_autocast_follows_the_rule_of_sdpa(dtype: torch.dtype, autocast: torch.d
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     grads = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v))
     assert [grad.dtype for grad in grads] == [dtype] * 3
+
+
+@pytest.mark.parametrize("bias_dtype", FLOATS, ids=dtype_id)
+def test_autocast_casts_the_bias_and_leaves_the_rest(bias_dtype: torch.dtype) -> None:
+    """As it does sdpa's mask, but not a float64 one; each gradient keeps its input's dtype."""
+    bias = torch.randn(2, 4, 5, 6).to(bias_dtype)
+    tensors = leaves({**every_input(), "bias": bias})
+    numbers = {"window_left": 3, "softcap": 2.0}
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(tensors, **numbers)
+    cast = {name: tensors[name].detach().bfloat16() for name in "qkv"}
+    rounded = bias if bias_dtype == torch.float64 else bias.bfloat16()
+    expected, _ = attend({**cast, "bias": rounded, "sink": tensors["sink"].detach()}, **numbers)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), tuple(tensors.values()))
+    assert [grad.dtype for grad in grads] == [tensor.dtype for tensor in tensors.values()]
 
 
 def test_autocast_unites_mixed_dtypes_and_takes_keywords() -> None:

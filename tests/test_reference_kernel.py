@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from unittest import mock
 
@@ -133,7 +134,35 @@ def test_an_unused_lse_has_no_gradient_rather_than_zeros() -> None:
     with mock.patch.object(reference, "backward", wraps=reference.backward) as backward:
         out.sum().backward()
     assert backward.call_count == 1
-    assert backward.call_args.args[1] is None
+    names = list(inspect.signature(reference.backward).parameters)
+    assert backward.call_args.args[names.index("grad_lse")] is None
+
+
+def test_gradients_by_parts_of_the_keys() -> None:
+    """Given out and lse over all keys, the gradient op takes any part of them, as ring attention
+    does: the parts' gradients are those of the whole, and the sink's in each part."""
+    q, k, v = qkv(hkv=2, sk=8, dtype=torch.float64)
+    bias = torch.randn(2, 1, 5, 8, dtype=torch.float64)
+    bias[:, :, 2, :5] = bias[:, :, 3, 5:] = bias[:, :, 4] = float("-inf")
+    sink = torch.randn(4, dtype=torch.float64)
+    sink[1] = float("-inf")
+    out, lse = ops.attention(q, k, v, *arguments(), bias, sink)
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    after = (None, "none", False, "reference", True, True)
+
+    def gradients(part: slice) -> tuple[Tensor, ...]:
+        inputs = (q, k[:, :, part], v[:, :, part], out, lse)
+        more = (bias[..., part], sink)
+        return ops.attention_backward_all(grad_out, grad_lse, *inputs, *after, *more)
+
+    with poisoned():
+        whole = gradients(slice(8))
+        first, second = gradients(slice(5)), gradients(slice(5, 8))
+    torch.testing.assert_close(first[0] + second[0], whole[0])
+    torch.testing.assert_close((first[4], second[4]), (whole[4], whole[4]))
+    for index, dim in ((1, 2), (2, 2), (3, 3)):
+        joined = torch.cat([first[index], second[index]], dim)
+        torch.testing.assert_close(joined, whole[index])
 
 
 @pytest.mark.parametrize("index", [0, 1, 2], ids=["q", "k", "v"])

@@ -2,14 +2,22 @@
 
 A kernel is a module (or any object) with
 
-- `forward(q, k, v, out, lse, *, scale, causal)`: fill `out` and `lse`;
-- `backward(grad_out, grad_lse, q, k, v, out, lse, grad_q, grad_k, grad_v, *, scale, causal,
-  deterministic)`: fill the three gradients (`grad_lse` is None when lse is not used);
+- `forward(problem, inputs, out, lse)`: fill `out`, and `lse` unless it is None;
+- `backward(problem, inputs, out, lse, grad_out, grad_lse, grads)`: fill the gradients in `grads`
+  (`grad_lse` is None when lse is not used);
 - optionally `ROWS`, a plugin's own rows of the support table.
 
-All tensors are (B, H, S, D) views with real strides; `lse` is (B, Hq, Sq), natural logarithm,
-float32 (float64 for float64 inputs), -inf on rows without a key. `scale` is a float, `causal`
-one of `fa_inductor.spec.CAUSAL_KINDS`. Sizes are never zero: the op answers those itself.
+`problem` is a `fa_inductor.problem.Problem`, `inputs` its `Inputs`, `grads` its `Gradients`. All
+tensors are (B, H, S, D) views with real strides; `lse` is (B, Hq, Sq), natural logarithm, float32
+(float64 for float64 inputs), -inf on rows without a key. Sizes are never zero: the op answers
+those itself.
+
+Both return None, or a function that does the same again for other tensors of the very same
+metadata, without looking at it: `repeat(tensors)`, with the tensors in the order (*inputs, out,
+lse) and (*inputs, out, lse, grad_out, grad_lse, *grads). The op checks that the metadata is the
+same and the pointers are aligned, and keeps such a function for its own thread only. If that of
+`forward` has an attribute `on_bshd`, a function of the same tensors as (B, S, H, D), then
+`attention_inference` repeats too.
 
 Nothing here imports a kernel library: a kernel's module does, inside its functions.
 Plugins name theirs in the entry point group `fa_inductor.kernels`.
@@ -25,8 +33,11 @@ from typing import Any
 from ..errors import UnknownKernelError, nearest
 from ..support import Row
 
-BUILT_IN = {"fa4": "fa_inductor.kernels.fa4", "reference": "fa_inductor.kernels.reference"}
-PLANNED = ("cudnn",)  # a known name whose rows in the support table refuse every site
+BUILT_IN = {
+    "fa4": "fa_inductor.kernels.fa4",
+    "cudnn": "fa_inductor.kernels.cudnn",
+    "reference": "fa_inductor.kernels.reference",
+}
 ENTRY_POINTS = "fa_inductor.kernels"
 
 
@@ -36,8 +47,8 @@ def _plugins() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def known() -> tuple[str, ...]:
-    """Names of all kernels: built in, planned and from plugins."""
-    return (*BUILT_IN, *PLANNED, *_plugins())
+    """Names of all kernels: built in and from plugins."""
+    return (*BUILT_IN, *_plugins())
 
 
 def check_known(name: str) -> None:
@@ -55,8 +66,6 @@ def load(name: str) -> Any:
     check_known(name)
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name])
-    if name in PLANNED:
-        raise UnknownKernelError(f"Kernel {name!r} is not carried by this version of fa_inductor.")
     return _plugins()[name].load()
 
 

@@ -1,22 +1,24 @@
 """FlashAttention-4 (`flash_attn.cute`), CuTe-DSL kernels for Hopper and Blackwell.
 
 FA4 works on (B, S, H, D); the transposes here are views, so it sees the tensors' real strides.
-Its Python entries cost several times what their launches do, so the launches are remembered
-(`fa4_launch.py`) and repeated for the same metadata.
+Its Python entries cost several times what their launches do, so the launches are noted
+(`fa4_launch.py`) and handed back to be repeated for the same metadata.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, MissingLibraryError, ShapeError
+from ..layout import packed_strides
+from ..problem import Gradients, Inputs, Problem
 from ..target import TESTED_LIBRARIES
-from .fa4_launch import LaunchCache
+from ..torch_compat import view_as
+from .fa4_launch import Repeat, recording
 
 
 @functools.cache
@@ -32,11 +34,21 @@ def _interface() -> Any:
     return interface
 
 
-_launches = LaunchCache()
-
-
-def _check(q: Tensor, v: Tensor) -> None:
+def _check(problem: Problem, inputs: Inputs) -> None:
     """The limits that hold on every GPU, as errors for people; FA4 itself only asserts."""
+    q, k, v = inputs[:3]
+    if problem.is_top_left and (q.shape[2] != k.shape[2] or _has_lengths(inputs)):
+        lengths = " with sequence lengths" if _has_lengths(inputs) else ""
+        raise ShapeError(
+            f"Kernel fa4 aligns causal masks bottom-right; top_left needs Sq == Sk, got "
+            f"Sq {q.shape[2]} and Sk {k.shape[2]}{lengths}."
+        )
+    if inputs.bias is not None or problem.dropout_p:
+        what = "bias" if inputs.bias is not None else f"dropout_p={problem.dropout_p}"
+        raise ShapeError(f"Kernel fa4 has no {what}; name another kernel or leave it to PyTorch.")
+    for side in (problem.window_left, problem.window_right):
+        if side is not None and side < 0:
+            raise ShapeError(f"Kernel fa4 takes window bounds from 0 on, got {side}.")
     if not q.is_cuda:
         raise DeviceError(f"Kernel fa4 runs on CUDA tensors, got tensors on {q.device}.")
     if q.dtype not in (torch.float16, torch.bfloat16):
@@ -46,74 +58,106 @@ def _check(q: Tensor, v: Tensor) -> None:
             raise ShapeError(f"Kernel fa4 takes head dims 8, 16, ... 256, got {dim}.")
 
 
-def _bshd(*tensors: Tensor) -> list[Tensor]:
-    """(B, H, S, D) tensors as FA4 takes them, without their autograd history."""
-    return [(t.detach() if t.requires_grad else t).transpose(1, 2) for t in tensors]
+def _bshd(tensor: Tensor) -> Tensor:
+    """A (B, H, S, D) tensor as FA4 takes it, without its autograd history.
+
+    FA4 copies a tensor for the stride of a dimension of size 1 too, which never moves in memory:
+    such a stride is made one that it likes.
+    """
+    view = tensor.detach().transpose(1, 2)
+    return view if 1 not in view.shape else view_as(view, view.shape, packed_strides(view), 0)
 
 
-def _key(tensors: Sequence[Tensor], *flags: Hashable) -> Hashable:
-    """All metadata that FA4 decides by."""
-    layout = [(tensor.shape, tensor.stride()) for tensor in tensors]
-    return (*flags, tensors[0].dtype, tensors[0].device, *layout)
+def _given(inputs: Inputs) -> list[Tensor | None]:
+    """The inputs as FA4 takes them, None for those that it does not."""
+    qkv = [_bshd(tensor) for tensor in inputs[:3]]
+    sink = None if inputs.sink is None else inputs.sink.detach()
+    return [*qkv, None, sink, inputs.seqlens_q, inputs.seqlens_k, None]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: str
-) -> None:
+def _arguments(problem: Problem, inputs: Inputs) -> dict[str, Any]:
+    """Arguments that FA4's forward and backward share. No window is None, never -1."""
+    return {
+        "softmax_scale": problem.scale,
+        "causal": problem.causal != "none",
+        "window_size_left": problem.window_left,
+        "window_size_right": problem.window_right,
+        "softcap": problem.softcap,
+        "seqused_q": inputs.seqlens_q,
+        "seqused_k": inputs.seqlens_k,
+        "learnable_sink": None if inputs.sink is None else inputs.sink.detach(),
+    }
+
+
+def _has_lengths(inputs: Inputs) -> bool:
+    return inputs.seqlens_q is not None or inputs.seqlens_k is not None
+
+
+def forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -> Repeat | None:
     """See `fa_inductor.kernels`. `out` may have any dimension order with D innermost."""
-    tensors = [*_bshd(q, k, v, out), lse]
-    key = _key(tensors, scale, causal)
-    if _launches.repeat(key, tensors):
-        return
-    _check(q, v)
+    _check(problem, inputs)
+    if _has_lengths(inputs):  # FA4 leaves the rows past them as they are
+        out.zero_()
+        if lse is not None and inputs.sink is None:
+            lse.fill_(float("-inf"))
+        elif lse is not None and inputs.sink is not None:
+            lse.copy_(inputs.sink[None, :, None])
     entry = _interface()._flash_attn_fwd
-    with _launches.recording((entry,), key, tensors):
+    given = [*_given(inputs), _bshd(out), lse]
+    with recording((entry,)) as noted:
         entry(
-            *tensors[:3],
-            softmax_scale=scale,
-            causal=causal != "none",
-            return_lse=True,
-            out=tensors[3],
+            *given[:3],
+            **_arguments(problem, inputs),
+            return_lse=lse is not None,
+            out=given[-2],
             lse=lse,
         )
+    repeat = None if _has_lengths(inputs) else noted.repeat(given)
+    if repeat is not None and any(map(_is_moved, (*inputs[:3], out), (*given[:3], given[-2]))):
+        repeat.on_bshd = repeat  # type: ignore[method-assign]
+    return repeat
+
+
+def _is_moved(tensor: Tensor, view: Tensor | None) -> bool:
+    """Whether `_bshd` has changed strides."""
+    return view is not None and tensor.transpose(1, 2).stride() != view.stride()
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    problem: Problem,
+    inputs: Inputs,
     out: Tensor,
     lse: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
-    *,
-    scale: float,
-    causal: str,
-    deterministic: bool,
-) -> None:
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    grads: Gradients,
+) -> Repeat | None:
     """See `fa_inductor.kernels`. FA4 does not check the gradients' strides: contiguous BSHD."""
-    tensors = [*_bshd(q, k, v, out, grad_out, grad_q, grad_k, grad_v), lse]
-    if grad_lse is not None:
-        tensors.append(grad_lse)
-    key = _key(tensors, scale, causal, deterministic)
-    if _launches.repeat(key, tensors):
-        return
-    _check(q, v)
+    _check(problem, inputs)
+    if _has_lengths(inputs):
+        for grad in grads[:3]:
+            grad.zero_()
     interface = _interface()
     entry = interface._flash_attn_bwd
     entries = (interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)
-    with _launches.recording(entries, key, tensors):
-        entry(
-            *tensors[:5],
-            lse,
-            softmax_scale=scale,
-            causal=causal != "none",
-            deterministic=deterministic,
-            dq=tensors[5],
-            dk=tensors[6],
-            dv=tensors[7],
+    saved = [_bshd(out), lse, _bshd(grad_out), grad_lse]
+    made = [_bshd(grad) for grad in grads[:3]]
+    given = [*_given(inputs), *saved, *made, None, None]
+    q, k, v = given[:3]
+    with recording(entries) as noted:
+        results = entry(
+            *(q, k, v, saved[0], saved[2], lse),
+            **_arguments(problem, inputs),
+            deterministic=problem.deterministic,
+            dq=made[0],
+            dk=made[1],
+            dv=made[2],
             dlse=grad_lse,
         )
+    made_by_fa4 = {}
+    if inputs.sink is not None:
+        if grads.sink is None:
+            return None
+        grads.sink.copy_(results[3])
+        made_by_fa4[len(given) - 1] = results[3]
+    return None if _has_lengths(inputs) else noted.repeat(given, made_by_fa4)

@@ -3,27 +3,25 @@
 `_flash_attn_fwd` and `_flash_attn_bwd` check their arguments, choose tiles, build cache keys, make
 temporaries and then call compiled kernels with positional arguments. For the same shapes, strides,
 dtype, device and flags they do so again with the same kernels, constants and sizes of temporaries:
-that sequence of calls is kept, and made directly from then on.
+that sequence of calls is noted, and made directly from then on.
 
-Everything that the entries look at must be in the caller's key, but the pointers' alignment,
-which is checked on each call. A sequence in which FA4 copied an input is never kept. Nothing is
-noted while two inputs share their memory, as it could not be told which of them is meant.
+The caller repeats a sequence only for tensors of the same metadata with aligned pointers. Calls in
+which FA4 copied an input are not repeatable, nor are those in which two inputs share their memory,
+as it could not be told which of them is meant.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_CAPACITY = 1024
-_ALIGNMENT = 16  # bytes, `maybe_contiguous` in flash_attn/cute/cute_dsl_utils.py
+from ..torch_compat import empty_on_current_gpu, view_as
 
 
 @dataclass(frozen=True)
@@ -38,65 +36,134 @@ class _Temporary:
     """Memory between two kernels. One that the first kernel does not see must start as zero."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     zero: bool
 
-
-@dataclass(frozen=True)
-class _Sequence:
-    calls: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...]
-    temporaries: tuple[_Temporary, ...]
-
-    def run(self, tensors: Sequence[Tensor]) -> None:
-        memory = list(tensors)
-        device = tensors[0].device
-        for each in self.temporaries:
-            make = torch.zeros if each.zero else torch.empty
-            memory.append(make(each.shape, dtype=each.dtype, device=device))
-        for kernel, template in self.calls:
-            kernel(*[memory[a.index] if type(a) is _Slot else a for a in template])
+    def allocate(self, device: torch.device) -> Tensor:
+        """On the current GPU, which a repeated call's is."""
+        if device.type == "cuda":
+            made = empty_on_current_gpu(self.shape, self.stride, self.dtype)
+        else:
+            made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.zero_() if self.zero else made
 
 
-class LaunchCache:
-    """Sequences of launches by the caller's key, the least recently made dropped first.
+_Calls = Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]
 
-    None stands for a key whose sequence cannot be repeated.
+
+class Repeat:
+    """A sequence of launches; called with the op's tensors, (B, H, S, D) where they have rank 4.
+
+    views: (index, size, strides) of each of them that FA4 takes, size None where it takes it as
+        it is.
     """
 
-    def __init__(self) -> None:
-        self._sequences: OrderedDict[Hashable, _Sequence | None] = OrderedDict()
-        self._lock = threading.Lock()
-        self.repeated = 0
+    def __init__(
+        self,
+        calls: _Calls,
+        temporaries: Sequence[_Temporary],
+        views: Sequence[tuple[int, tuple[int, ...] | None, tuple[int, ...]]],
+        device: torch.device,
+    ) -> None:
+        self.calls = [(kernel, list(template), *_slots(template)) for kernel, template in calls]
+        self.temporaries, self.views, self.device = temporaries, views, device
+        self.indices = [index for index, _, _ in views]
 
-    def repeat(self, key: Hashable, tensors: Sequence[Tensor]) -> bool:
-        """Launch as before; False when there is no such sequence or a pointer is not aligned."""
-        sequence = self._sequences.get(key)
-        if sequence is None:
-            return False
-        if not _aligned(tensors):
-            return False
-        sequence.run(tensors)
-        self.repeated += 1
-        return True
+    def __call__(self, tensors: Sequence[Any]) -> None:
+        self._launch(
+            [
+                _without_history(tensors[index])
+                if size is None
+                else view_as(tensors[index], size, stride, 0)
+                for index, size, stride in self.views
+            ]
+        )
 
-    @contextmanager
-    def recording(
-        self, entries: Sequence[Any], key: Hashable, tensors: Sequence[Tensor]
-    ) -> Iterator[None]:
-        """Note the launches made inside through the compile caches of `entries`."""
-        distinct = len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
-        if key in self._sequences or not distinct or not _aligned(tensors):
-            yield  # known, or it would say nothing about other tensors of the same metadata
-            return
-        calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        with self._lock, ExitStack() as stack:
-            for entry in entries:
-                stack.callback(setattr, entry, "compile_cache", entry.compile_cache)
-                entry.compile_cache = _Recorder(entry.compile_cache, calls)
-            yield
-            self._sequences[key] = _repeatable(calls, tensors)
-            while len(self._sequences) > _CAPACITY:
-                self._sequences.popitem(last=False)
+    def on_bshd(self, tensors: Sequence[Any]) -> None:
+        """The same for (B, S, H, D) tensors, which FA4 takes as they are."""
+        memory = []
+        for index in self.indices:
+            tensor = tensors[index]
+            memory.append(tensor.detach() if tensor.requires_grad else tensor)
+        self._launch(memory)
+
+    def _launch(self, memory: list[Tensor]) -> None:
+        for each in self.temporaries:
+            memory.append(each.allocate(self.device))
+        for kernel, template, slots, filled in self.calls:
+            arguments = template.copy()
+            for place, index in slots:
+                arguments[place] = memory[index]
+            for place, argument in filled:
+                arguments[place] = argument.filled(memory)
+            kernel(*arguments)
+
+
+def _slots(template: Sequence[Any]) -> tuple[list[tuple[int, int]], list[tuple[int, _Filled]]]:
+    """Where a template is to be filled in: with which tensor, or with which tuple of them."""
+    slots = [(place, each.index) for place, each in enumerate(template) if type(each) is _Slot]
+    filled = [(place, each) for place, each in enumerate(template) if type(each) is _Filled]
+    return slots, filled
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+@dataclass(frozen=True)
+class _Filled:
+    """A named tuple of arguments, some of them tensors."""
+
+    make: Callable[..., Any]
+    template: tuple[Any, ...]
+
+    def filled(self, memory: Sequence[Tensor]) -> Any:
+        return self.make(*[memory[a.index] if type(a) is _Slot else a for a in self.template])
+
+
+@dataclass
+class Recording:
+    """The launches seen so far: (kernel, positional arguments)."""
+
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
+
+    def repeat(
+        self, given: Sequence[Tensor | None], made_by_fa4: Mapping[int, Tensor] | None = None
+    ) -> Repeat | None:
+        """The launches again, if each tensor in `given` was used in them as it is.
+
+        given: what FA4 was called with, in the order of the op's tensors; None for one that FA4
+            does not take.
+        made_by_fa4: results that FA4 allocates itself, by their place in that order.
+        """
+        tensors_given = {i: tensor for i, tensor in enumerate(given) if tensor is not None}
+        tensors_given.update(made_by_fa4 or {})
+        tensors = list(tensors_given.values())
+        if len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+            return None
+        templates = _templates(self.calls, tensors)
+        if templates is None:
+            return None
+        views = [
+            (i, tuple(t.shape) if t.dim() == 4 else None, t.stride())
+            for i, t in tensors_given.items()
+        ]
+        return Repeat(*templates, views, tensors[0].device)
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def recording(entries: Sequence[Any]) -> Iterator[Recording]:
+    """Note the launches that this thread makes inside through the compile caches of `entries`."""
+    noted = Recording()
+    with _lock, ExitStack() as stack:
+        for entry in entries:
+            stack.callback(setattr, entry, "compile_cache", entry.compile_cache)
+            entry.compile_cache = _Recorder(entry.compile_cache, noted.calls)
+        yield noted
 
 
 class _Recorder:
@@ -127,50 +194,57 @@ class _Recorder:
         return getattr(self.cache, name)
 
 
-def _aligned(tensors: Sequence[Tensor]) -> bool:
-    pointers = 0
-    for tensor in tensors:
-        pointers |= tensor.data_ptr()
-    return pointers % _ALIGNMENT == 0
+def _templates(
+    calls: _Calls, tensors: Sequence[Tensor]
+) -> tuple[list[Any], list[_Temporary]] | None:
+    """The calls with slots in place of tensors, and the temporaries among those.
 
-
-def _holds_tensor(argument: Any) -> bool:
-    """Whether a tuple or list of arguments, FA4's `AuxData` among them, has a tensor in it."""
-    if isinstance(argument, (tuple, list)):
-        return any(map(_holds_tensor, argument))
-    return isinstance(argument, Tensor)
-
-
-def _repeatable(
-    calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], tensors: Sequence[Tensor]
-) -> _Sequence | None:
-    """The calls as a sequence, if each of `tensors` is used in them as it is."""
+    None if a call cannot be repeated: not every tensor was used, or one not as it is, or one
+    piece of temporary memory as two different tensors.
+    """
+    known = list(tensors)  # by the slot's index, temporaries too
     slots = {tensor.data_ptr(): _Slot(index) for index, tensor in enumerate(tensors)}
     temporaries: list[_Temporary] = []
     used: set[int] = set()
-    templates = []
-    for number, (kernel, arguments) in enumerate(calls):
-        template: list[Any] = []
-        for argument in arguments:
-            if not isinstance(argument, Tensor):
-                if _holds_tensor(argument):
-                    return None
-                template.append(argument)
-                continue
-            slot = slots.get(argument.data_ptr())
-            if slot is None:
-                if not argument.is_contiguous():
-                    return None
-                slot = slots[argument.data_ptr()] = _Slot(len(tensors) + len(temporaries))
-                made = _Temporary(tuple(argument.shape), argument.dtype, zero=number > 0)
-                temporaries.append(made)
-            elif slot.index < len(tensors):
-                own = tensors[slot.index]
-                if (own.shape, own.stride()) != (argument.shape, argument.stride()):
-                    return None
-            used.add(slot.index)
-            template.append(slot)
-        templates.append((kernel, tuple(template)))
-    if not used.issuperset(range(len(tensors))):
+
+    def slot_of(argument: Tensor, number: int) -> _Slot:
+        slot = slots.get(argument.data_ptr())
+        if slot is None:
+            if not argument.is_contiguous():
+                raise _NotRepeatable
+            slot = slots[argument.data_ptr()] = _Slot(len(known))
+            known.append(argument)
+            layout = tuple(argument.shape), argument.stride()
+            temporaries.append(_Temporary(*layout, argument.dtype, zero=number > 0))
+        elif _metadata(argument) != _metadata(known[slot.index]):
+            raise _NotRepeatable
+        used.add(slot.index)
+        return slot
+
+    def templated(argument: Any, number: int) -> Any:
+        if isinstance(argument, Tensor):
+            return slot_of(argument, number)
+        if isinstance(argument, (tuple, list)):
+            inside = tuple(templated(each, number) for each in argument)
+            if any(isinstance(each, (_Slot, _Filled)) for each in inside):
+                if not hasattr(argument, "_fields") or any(type(e) is _Filled for e in inside):
+                    raise _NotRepeatable
+                return _Filled(type(argument), inside)
+        return argument
+
+    try:
+        templates = [
+            (kernel, tuple(templated(argument, number) for argument in arguments))
+            for number, (kernel, arguments) in enumerate(calls)
+        ]
+    except _NotRepeatable:
         return None
-    return _Sequence(tuple(templates), tuple(temporaries))
+    return (templates, temporaries) if used.issuperset(range(len(tensors))) else None
+
+
+def _metadata(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+class _NotRepeatable(Exception):
+    """An argument that could not be given again from the caller's tensors alone."""
