@@ -21,12 +21,13 @@ NAMED_TARGETS: Mapping[str, int] = {
     "sm_120a": 170,
 }
 
-# Distribution names of the kernel libraries and the versions that fa_inductor is tested with.
+# Kernel libraries, by distribution, and the versions that fa_inductor is tested with.
 TESTED_LIBRARIES: Mapping[str, str] = {
     "flash-attn-4": "4.0.0b36",
     "nvidia-cutlass-dsl": "4.8.1",
     "nvidia-cudnn-frontend": "1.32.0",
     "quack-kernels": "0.6.5",
+    "cudnn": "9.19.0",  # not a distribution: what PyTorch has loaded
 }
 
 
@@ -38,8 +39,9 @@ class Target:
     named: True when the user named it (it need not be present); False when it is the device
         that the tensors are on.
     sm_count: number of streaming multiprocessors, 0 on the CPU.
-    libraries: version of each kernel library, "" where it is not installed. For a named
-        target a missing library counts as installed in the tested version.
+    libraries: version of each kernel library, "" where it is not installed, and "cudnn": that
+        of the cuDNN which PyTorch has loaded. For a named target a missing library counts as
+        installed in the tested version.
     """
 
     arch: str
@@ -91,8 +93,20 @@ def installed_libraries() -> dict[str, str]:
     """
     versions = {}
     for library in TESTED_LIBRARIES:
+        if library == "cudnn":
+            versions[library] = loaded_cudnn()
+            continue
         try:
             versions[library] = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
             versions[library] = ""
     return versions
+
+
+def loaded_cudnn() -> str:
+    """Version of the cuDNN that this PyTorch loads, "9.19.0"; "" for a build without."""
+    number = torch.backends.cudnn.version()
+    if number is None:
+        return ""
+    # cuDNN 9: major * 10000 + minor * 100 + patch (cudnn_version.h).
+    return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"

@@ -2,145 +2,55 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from attention_specs import AMPERE, BLACKWELL, GEFORCE, HOPPER, bshd, spec, target
+import torch.nn.functional as F
+from attention_specs import (
+    AMPERE,
+    BLACKWELL,
+    BREAKS,
+    GEFORCE,
+    HOPPER,
+    Break,
+    bshd,
+    planning,
+    spec,
+    target,
+)
 from torch import Tensor
 
+from fa_inductor import doctor
 from fa_inductor.support import ROWS, Row, reasons_against, rows_of
-
-TRAINING: dict[str, Any] = {"needs_grad": True}
-
-
-@dataclass(frozen=True)
-class Break:
-    """A spec or target that one row of the table must refuse.
-
-    value: how the reason begins. wanted: the feature of the row.
-    """
-
-    kernel: str
-    wanted: str
-    value: str
-    arch: str = HOPPER
-    change: dict[str, Any] = field(default_factory=dict)
-    libraries: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.wanted}: {self.value} on {self.arch}"
-
-
-BREAKS = [
-    Break("fa4", "device", "device cpu", arch="cpu"),
-    Break("fa4", "version", "flash-attn-4 4.0.0b12", libraries={"flash-attn-4": "4.0.0b12"}),
-    Break("fa4", "version", "flash-attn-4 is not installed", libraries={"flash-attn-4": ""}),
-    Break("fa4", "arch", "sm_75", arch="sm_75"),
-    Break("fa4", "backward", "sm_80", arch=AMPERE, change=TRAINING),
-    Break("fa4", "dtype", "dtype float32", change={"dtype": torch.float32}),
-    Break("fa4", "dtype", "dtype float64", change={"dtype": torch.float64}),
-    Break("fa4", "head_dim", "head_dim 33", change={"d": 33}),
-    Break("fa4", "head_dim", "head_dim 264", change={"d": 264}),
-    Break("fa4", "head_dim", "head_dim (q·k 64, v 256)", change={"d": 64, "dv": 256}),
-    Break("fa4", "head_dim", "head_dim (q·k 64, v 128)", change={"d": 64, "dv": 128, **TRAINING}),
-    Break("fa4", "head_dim", "head_dim 104", change={"d": 104, **TRAINING}),
-    Break("fa4", "head_dim", "head_dim 72", BLACKWELL, {"d": 72, **TRAINING}),
-    Break("fa4", "head_dim", "head_dim 72", GEFORCE, {"d": 72, **TRAINING}),
-    Break("fa4", "head_dim", "head_dim 160", BLACKWELL, {"d": 160}),
-    Break("fa4", "head_dim", "head_dim (q·k 256, v 128)", BLACKWELL, {"d": 256, "dv": 128}),
-    Break("fa4", "head_dim", "head_dim 256", GEFORCE, {"d": 256}),
-    Break("fa4", "head_dim", "head_dim 136", AMPERE, {"d": 136}),
-    Break(
-        "fa4",
-        "GQA head_dim",
-        "8 query heads on 2 with head_dim (q·k 192, v 128)",
-        change={"d": 192, "dv": 128, "hkv": 2, **TRAINING},
-    ),
-    Break(
-        "fa4",
-        "layout",
-        "head_dim 256 with inputs that are not contiguous (B, S, H, D)",
-        BLACKWELL,
-        {"d": 256, "change": torch.Tensor.contiguous},
-    ),
-    Break(
-        "fa4",
-        "deterministic",
-        "a deterministic backward",
-        GEFORCE,
-        {"deterministic": True, **TRAINING},
-    ),
-    Break(
-        "fa4", "mask", "attn_mask bool (2, 1, 8, 8)", change={"mask": "attn_mask bool (2, 1, 8, 8)"}
-    ),
-    Break("fa4", "dropout", "dropout_p=0.1 > 0", change={"dropout_p": 0.1}),
-    Break(
-        "fa4",
-        "causal",
-        "is_causal with Sq 100 and Sk 128",
-        change={"sq": 100, "causal": "top_left"},
-    ),
-    Break("fa4", "scale", "scale -0.25", change={"scale": -0.25}),
-    Break("fa4", "scale", "scale 0.0", change={"scale": 0.0}),
-    Break("fa4", "scale", "scale nan", change={"scale": float("nan")}),
-    Break(
-        "fa4",
-        "sdpa_kernel",
-        "sdpa_kernel(MATH)",
-        change={"sdp_backends": ("MATH",)},
-    ),
-    Break(
-        "fa4",
-        "sdpa_kernel",
-        "sdpa_kernel(CUDNN_ATTENTION, FLASH_ATTENTION)",
-        change={"sdp_backends": ("CUDNN_ATTENTION", "FLASH_ATTENTION")},
-    ),
-    Break("fa4", "sdpa_kernel", "sdpa_kernel(nothing)", change={"sdp_backends": ()}),
-    Break("cudnn", "kernel", "kernel cudnn"),
-    Break(
-        "reference", "mask", "attn_mask float32 (8, 8)", "cpu", {"mask": "attn_mask float32 (8, 8)"}
-    ),
-    Break("reference", "dropout", "dropout_p=1.0 > 0", "cpu", {"dropout_p": 1.0}),
-    Break("reference", "dtype", "dtype float8_e4m3fn", "cpu", {"dtype": torch.float8_e4m3fn}),
-    Break(
-        "reference",
-        "sdpa_kernel",
-        "sdpa_kernel(FLASH_ATTENTION)",
-        "cpu",
-        {"sdp_backends": ("FLASH_ATTENTION",)},
-    ),
-]
 
 
 def objecting(case: Break) -> list[tuple[Row, str]]:
     """The rows that refuse the case, with their reasons."""
-    found = [
-        (row, row.reason(spec(**case.change), target(case.arch, **case.libraries)))
-        for row in rows_of(case.kernel)
-    ]
+    problem, on = spec(**case.change), target(case.arch, **case.libraries)
+    found = [(row, row.reason(problem, on)) for row in rows_of(case.kernel)]
     return [(row, reason) for row, reason in found if reason is not None]
 
 
 @pytest.mark.parametrize("case", BREAKS, ids=str)
 def test_a_row_bites(case: Break) -> None:
     """The reason names the value, the limit and its source, and is the table's only answer."""
-    reasons = [
-        f"{case.value} ({row.limit}; {row.source})"
-        for row, _ in objecting(case)
-        if row.feature == case.wanted
-    ]
-    assert reasons
+    ((row, _),) = objecting(case)
+    assert row.feature == case.wanted
     against = reasons_against(case.kernel, spec(**case.change), target(case.arch, **case.libraries))
-    assert set(reasons) & set(against)
-    assert {row.feature for row, _ in objecting(case)} == {case.wanted}
+    assert against == [f"{case.value} ({row.limit}; {row.source})"]
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[Row]:
+    return [row for case in BREAKS for row, _ in objecting(case)]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.kernel} {row.feature}: {row.limit}")
-def test_every_row_is_shown_to_bite(row: Row) -> None:
-    """A new row of the table needs a case above."""
-    assert any(row is found for case in BREAKS for found, _ in objecting(case))
+def test_every_row_is_shown_to_bite(row: Row, refused: list[Row]) -> None:
+    """A new row of the table needs a case in `BREAKS`."""
+    assert any(row is found for found in refused)
     assert row.limit
     assert row.source
 
@@ -148,13 +58,105 @@ def test_every_row_is_shown_to_bite(row: Row) -> None:
 @pytest.mark.parametrize("training", [False, True], ids=["fwd", "fwd+bwd"])
 @pytest.mark.parametrize("arch", [HOPPER, "sm_103a", BLACKWELL, GEFORCE, AMPERE])
 def test_a_plain_attention_has_nothing_against_it(arch: str, training: bool) -> None:
-    """Every named GPU takes head_dim 64 and 128, except the backward on sm_80."""
+    """Every named GPU takes head_dim 64 and 128, except FA4's backward on sm_80."""
     for d, causal in ((64, "none"), (128, "top_left"), (128, "bottom_right")):
         problem = spec(d, hkv=2, causal=causal, needs_grad=training)
         against = reasons_against("fa4", problem, target(arch))
         assert bool(against) == (training and arch == AMPERE)
+        assert reasons_against("cudnn", problem, target(arch)) == []
     assert reasons_against("reference", spec(33, 7, dtype=torch.float64), target("cpu")) == []
 
+
+def test_doctor_tells_what_runs_and_which_rows_hold() -> None:
+    """Nothing stands against a plain attention on Hopper; other GPUs' rows are not shown."""
+    for kernel in ("fa4", "cudnn"):
+        assert doctor.obstacles(kernel, target(HOPPER)) == []
+        rows = doctor.rows_that_hold(kernel, target(HOPPER))
+        assert rows == [row for row in rows_of(kernel) if 9 in (row.families or (9,))]
+    (obstacle,) = doctor.obstacles("cudnn", target(HOPPER, cudnn="9.12.0"))
+    assert obstacle.startswith("cuDNN 9.12.0 (cuDNN 9.13 or newer; ")
+    assert "cudnn" in doctor.installed_libraries()
+
+
+# --- What cuDNN takes -----------------------------------------------------------------------------
+
+CUDNN_TAKES: dict[str, dict[str, Any]] = {
+    "GQA": {"hkv": 2},
+    "one key head": {"hkv": 1},
+    "float16": {"dtype": torch.float16},
+    "bool mask": {"bias": (2, 1, 128, 128)},
+    "mask of the query's dtype": {"bias": (1, 8, 128, 128), "bias_dtype": torch.bfloat16},
+    "padding mask": {"bias": (2, 1, 1, 128)},
+    "mask and its gradient": {
+        "bias": (1, 1, 128, 128),
+        "bias_dtype": torch.bfloat16,
+        "bias_needs_grad": True,
+    },
+    "mask, causal and more queries": {
+        "sq": 256,
+        "causal": "top_left",
+        "bias": (2, 8, 256, 128),
+    },
+    "mask and bottom-right of equal lengths": {
+        "causal": "bottom_right",
+        "bias": (2, 8, 128, 128),
+    },
+    "dropout": {"dropout_p": 0.9},
+    "dropout, mask, causal and GQA": {
+        "hkv": 2,
+        "dropout_p": 0.1,
+        "causal": "top_left",
+        "bias": (2, 1, 1, 128),
+    },
+    "causal, more queries": {"sq": 256, "causal": "top_left"},
+    "causal, more keys": {"sq": 96, "causal": "top_left"},
+    "bottom-right, more keys": {"sq": 96, "causal": "bottom_right"},
+    "window": {"window": (16, 16)},
+    "window of bottom-right": {"window": (16, None), "causal": "bottom_right"},
+    "sink": {"has_sink": True},
+    "lengths": {"has_seqlens": True},
+    "any scale": {"scale": -0.25},
+    "pinned": {"sdp_backends": ("CUDNN_ATTENTION", "MATH")},
+    "odd keys": {"sk": 100},
+    "half a tile, causal": {"sq": 64, "causal": "top_left"},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["fwd", "fwd+bwd"])
+@pytest.mark.parametrize("change", CUDNN_TAKES.values(), ids=CUDNN_TAKES.keys())
+def test_cudnn_takes_it_on_hopper(change: dict[str, Any], training: bool) -> None:
+    """Nothing of the tested version speaks against it."""
+    assert reasons_against("cudnn", spec(**change, needs_grad=training), target(HOPPER)) == []
+
+
+# The first version that is right again, or the pass or GPU that never was wrong.
+CUDNN_AGAIN: list[tuple[str, str, dict[str, Any]]] = [
+    (HOPPER, "9.13.0", {}),
+    (HOPPER, "9.14.1", {"window": (16, 16)}),
+    (HOPPER, "9.13.0", {"window": (16, 16)}),
+    (HOPPER, "9.14.0", {"window": (16, None), "causal": "bottom_right"}),
+    (HOPPER, "9.15.1", {"sk": 100, "needs_grad": True}),
+    (HOPPER, "9.15.0", {"sk": 100}),
+    (HOPPER, "9.26.0", {"sq": 64, "needs_grad": True}),
+    (HOPPER, "9.19.0", {"sq": 64}),
+    (BLACKWELL, "9.19.0", {"sq": 64, "needs_grad": True}),
+    (HOPPER, "9.27.0", {"sq": 1, "needs_grad": True}),
+    (HOPPER, "9.24.1", {"sq": 1, "needs_grad": True}),
+    (HOPPER, "9.25.0", {"sq": 1}),
+    (BLACKWELL, "9.25.1", {"sq": 1}),
+    (BLACKWELL, "9.18.0", {"deterministic": True, "needs_grad": True}),
+    (BLACKWELL, "9.17.0", {"deterministic": True}),
+    (HOPPER, "9.17.0", {"deterministic": True, "needs_grad": True}),
+]
+
+
+@pytest.mark.parametrize(("arch", "version", "change"), CUDNN_AGAIN, ids=str)
+def test_a_version_row_ends(arch: str, version: str, change: dict[str, Any]) -> None:
+    assert reasons_against("cudnn", spec(**change), target(arch, cudnn=version)) == []
+
+
+# --- Head dims ------------------------------------------------------------------------------------
 
 # (arch, D, Dv, taken in the forward, taken in the backward), Hq == Hkv.
 HEAD_DIMS = [
@@ -194,6 +196,34 @@ def test_head_dims(arch: str, d: int, dv: int, forward: bool, backward: bool) ->
         assert (against == []) == taken, against
 
 
+# (D, Dv), taken on sm_90, taken on sm_10x, taken on sm_80 and sm_12x; in both directions.
+CUDNN_HEAD_DIMS = [
+    (8, 8, True, True, True),
+    (64, 128, True, True, True),
+    (104, 104, True, True, True),
+    (128, 64, True, True, True),
+    (192, 128, True, True, False),
+    (128, 192, True, False, False),
+    (192, 192, True, False, False),
+    (256, 256, True, False, False),
+    (64, 256, True, False, False),
+    (4, 4, False, False, False),
+    (64, 36, False, False, False),
+    (100, 100, False, False, False),
+    (264, 128, False, False, False),
+    (576, 512, False, False, False),
+]
+
+
+@pytest.mark.parametrize(("d", "dv", "hopper", "blackwell", "others"), CUDNN_HEAD_DIMS)
+def test_head_dims_of_cudnn(d: int, dv: int, hopper: bool, blackwell: bool, others: bool) -> None:
+    taken = {HOPPER: hopper, BLACKWELL: blackwell, GEFORCE: others, AMPERE: others}
+    for training in (False, True):
+        problem = spec(d, dv, hkv=2, needs_grad=training)
+        against = {arch: reasons_against("cudnn", problem, target(arch)) for arch in taken}
+        assert {arch: reasons == [] for arch, reasons in against.items()} == taken, against
+
+
 def slice_of_longer_sequences(tensor: Tensor) -> Tensor:
     """Contiguous (S, H, D) of every batch element, but with a gap between them."""
     b, h, s, d = tensor.shape
@@ -205,3 +235,70 @@ def test_head_dim_256_on_blackwell_needs_a_contiguous_batch_too() -> None:
     sliced = spec(256, change=slice_of_longer_sequences)
     against = reasons_against("fa4", sliced, target(BLACKWELL))
     assert [reason.partition(" with")[0] for reason in against] == ["head_dim 256"]
+
+
+# --- Lengths that are symbols ---------------------------------------------------------------------
+
+LENGTHS = (100, 200, 192, 320, 77, 64)  # 192, 320 and 64 leave half a tile of 128
+
+
+def kernels_for_lengths(
+    kernels: tuple[str, ...],
+    training: bool,
+    causal: bool = False,
+    version: str = "9.19.0",
+    arch: str = HOPPER,
+    lengths: Callable[[int], tuple[int, int]] = lambda length: (length, length),
+) -> list[list[str | None]]:
+    """The kernel planned in each new graph, for each of `LENGTHS`."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    fn, planned = planning(attend, target(arch, cudnn=version), kernels)
+    found = []
+    for length in LENGTHS:
+        sq, sk = lengths(length)
+        inputs = [torch.randn(2, 2, s, 64, dtype=torch.bfloat16) for s in (sq, sk, sk)]
+        for tensor in inputs:
+            torch._dynamo.maybe_mark_dynamic(tensor, 2)
+            tensor.requires_grad_(training)
+        before = len(planned)
+        fn(*inputs)
+        found.append([site.kernel for site in planned[before:]])
+    return found
+
+
+ONE_GRAPH: list[list[str | None]] = [[]] * (len(LENGTHS) - 1)
+
+
+def test_half_filled_tiles_have_a_graph_of_their_own() -> None:
+    """A guard on Sq % 128, where cuDNN before 9.26 is wrong for one of its values."""
+    assert kernels_for_lengths(("cudnn",), True) == [["cudnn"], [], [None], [], [], []]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"training": False},
+        {"training": True, "causal": True},
+        {"training": True, "version": "9.26.0"},
+    ],
+    ids=["inference", "causal", "9.26"],
+)
+def test_nothing_is_guarded_where_no_tile_is_wrong(change: dict[str, Any]) -> None:
+    assert kernels_for_lengths(("cudnn",), **change) == [["cudnn"], *ONE_GRAPH]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["fwd", "fwd+bwd"])
+def test_cudnn_s_guards_do_not_split_what_fa4_runs(training: bool) -> None:
+    """Of the default kernels FA4 takes lengths that vary: cuDNN is not even asked."""
+    assert kernels_for_lengths(("fa4", "cudnn"), training) == [["fa4"], *ONE_GRAPH]
+
+
+def test_the_only_query_is_no_symbol() -> None:
+    """Sq = 1 is a graph of its own for Dynamo, so rows about it need no guard."""
+    kernels = kernels_for_lengths(
+        ("cudnn",), False, arch=BLACKWELL, lengths=lambda length: (1 if length == 320 else 90, 40)
+    )
+    assert kernels == [["cudnn"], [], [], [None], [], []]
