@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Union
@@ -133,6 +134,20 @@ def describe(name: str, value: Value) -> str:
     return f"{name} {dtype} ({', '.join(map(str, tensor.shape))})"
 
 
+# Of the attention op's arguments after `kernel`; trailing ones are left out of a call.
+_DEFAULTS = (None, None, None, None, None, 0.0, None, None, 0.0)
+
+
+def _as_function(method: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A call of a tensor's method, written as one of a function: AOTAutograd does not cache graphs
+    that call methods of tensors which Dynamo has not seen."""
+    aten = torch.ops.aten
+    if method in ("expand", "permute"):
+        return getattr(aten, method).default, (args[0], args[1:])
+    overloads = {"to": aten.to.dtype, "size": aten.sym_size.int}
+    return overloads.get(method) or getattr(torch, method), args
+
+
 class Emitter:
     """Inserts nodes in front of `node` that carry its source location."""
 
@@ -142,14 +157,53 @@ class Emitter:
         self.node = node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call_function node, or a call_method node when `target` is a string."""
-        kind = "call_method" if isinstance(target, str) else "call_function"
+        """A call of a function, or of a tensor's method when `target` is its name."""
+        if isinstance(target, str):
+            target, args = _as_function(target, args)
         with self.node.graph.inserting_before(self.node):
-            new = self.node.graph.create_node(kind, target, args, kwargs)
+            new = self.node.graph.create_node("call_function", target, args, kwargs)
         for key in self._INHERITED:
             if key in self.node.meta:
                 new.meta[key] = self.node.meta[key]
         return new
+
+    def attention(
+        self,
+        tensors: Sequence[Value],
+        spec: AttentionSpec,
+        scale: Value,
+        out_order: str,
+        kernel: str,
+        bias: Value = None,
+    ) -> fx.Node:
+        """The output of the attention op for the nodes q, k, v.
+
+        A dropout's seed and offset are drawn in the graph, where a recompute draws the same.
+        """
+        rng = None
+        if spec.dropout_p:
+            device = spec.q.device
+            rng = self.call(torch.randint, 0, 1 << 31, (2,), dtype=torch.int64, device=device)
+        extras = [bias, None, None, None, rng, spec.dropout_p, *spec.window, spec.softcap]
+        while extras and extras[-1] == _DEFAULTS[len(extras) - 1]:
+            extras.pop()
+        if spec.needs_grad:
+            arguments = (scale, spec.causal, out_order, spec.deterministic, kernel, *extras)
+            both = self.call(torch.ops.fa_inductor.attention.default, *tensors, *arguments)
+            return self.call(operator.getitem, both, 0)
+        tensors = [self.call("transpose", tensor, 1, 2) for tensor in tensors]
+        arguments = (scale, spec.causal, out_order, kernel, *extras)
+        out = self.call(torch.ops.fa_inductor.attention_inference.default, *tensors, *arguments)
+        return self.call("transpose", out, 1, 2)
+
+    def packed_attention(
+        self, packed: Any, spec: AttentionSpec, scale: Value, out_order: str, kernel: str
+    ) -> fx.Node:
+        """The output for the views of a `patterns.packed.Packed`."""
+        views = (list(view) for view in packed.views)
+        arguments = (scale, spec.causal, out_order, spec.deterministic, kernel)
+        op = torch.ops.fa_inductor.attention_packed.default
+        return self.call(operator.getitem, self.call(op, packed.node, *views, *arguments), 0)
 
     def finish(self, replacement: Value) -> None:
         """Use `replacement` wherever the node was used, and remove the node."""

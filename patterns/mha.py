@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import fx
 
 from ..spec import AttentionSpec, TensorSpec, default_scale
 from ..symbolic import Dim
+from .bias import additive, without_lost_rows
 from .family import (
     Emitter,
-    Example,
     NotUnderstood,
     Scope,
     Site,
@@ -25,6 +24,9 @@ from .family import (
     example_of,
     tensor_objection,
 )
+from .mha_examples import counterexamples, examples
+
+__all__ = ["ANCHORS", "NAME", "counterexamples", "examples", "match", "rewrite"]
 
 NAME = "nn.MultiheadAttention"
 # In evaluation without gradients PyTorch may fold the module, or the encoder layer around it,
@@ -63,16 +65,13 @@ _DEFAULTS: dict[str, Any] = {
 }
 _ABSENT = ("bias_k", "bias_v", "static_k", "static_v")
 
-# Memory order of the attention's output: (S, B, H, D), so that the output projection reads
-# it as (S, B, E) without a copy.
-_SBHD_ORDER = (2, 0, 1, 3)
-
 
 @dataclass(frozen=True)
 class _Details:
     arguments: dict[str, Any]
     heads: int
     embed_dim: int
+    masks: tuple[str, ...]  # the arguments that mask, where the op has to
 
 
 def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
@@ -91,9 +90,9 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     if objection:
         return NotUnderstood(node, f"nn.MultiheadAttention: {objection}")
     heads, embed_dim = arguments["num_heads"], arguments["embed_dim_to_check"]
-    details = _Details(arguments, heads, embed_dim)
+    is_causal, masks = _masks(arguments)
+    details = _Details(arguments, heads, embed_dim, masks)
     out = example_of(node)[0]
-    is_causal, mask = _mask(arguments)
     packed = _packing(arguments)
     spec = AttentionSpec(
         *(
@@ -103,8 +102,11 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         dtype=out.dtype,
         causal="top_left" if is_causal else "none",
         scale=default_scale(embed_dim // heads),
-        mask=mask,
-        dropout_p=float(arguments["dropout_p"]) if arguments["training"] else 0.0,
+        mask=" and ".join(describe(name, arguments[name]) for name in masks) or None,
+        bias=_bias(details),
+        bias_needs_grad=any(example_of(arguments[name]).requires_grad for name in masks),
+        # A symbol is guarded to be what it is, as in the `sdpa` family.
+        dropout_p=float(example_of(arguments["dropout_p"])) if arguments["training"] else 0.0,
         needs_grad=out.requires_grad,
         deterministic=scope.deterministic,
         sdp_backends=scope.sdp_backends.get(node),
@@ -115,20 +117,16 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
 def rewrite(site: Site, kernel: str) -> None:
     """Write the module out: input projections, the attention op, output projection."""
     emit = Emitter(site.node)
-    arguments = site.details.arguments
-    q, k, v = (emit.call("permute", t, 1, 2, 0, 3) for t in _project(emit, site.details))
-    attention = emit.call(
-        torch.ops.fa_inductor.attention.default,
-        q,
-        k,
-        v,
-        site.spec.scale,
-        site.spec.causal,
-        list(_SBHD_ORDER),
-        site.spec.deterministic,
-        kernel,
-    )
-    out = emit.call("permute", emit.call(operator.getitem, attention, 0), 2, 0, 1, 3)
+    details: _Details = site.details
+    arguments = details.arguments
+    q, k, v = (emit.call("permute", t, 1, 2, 0, 3) for t in _project(emit, details))
+    bias = None
+    if details.masks:
+        bias, q = _emit_bias(emit, details, site.spec.dtype, q)
+    scale = site.spec.scale
+    out = emit.attention((q, k, v), site.spec, scale, "SBHD", kernel, bias)
+    # In memory (S, B, H, D): the output projection reads (S, B, E) without a copy.
+    out = emit.call("permute", out, 2, 0, 1, 3)
     out = emit.call("flatten", out, 2)
     out = emit.call(F.linear, out, arguments["out_proj_weight"], arguments["out_proj_bias"])
     for user in list(site.node.users):
@@ -153,8 +151,8 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     for name in ("embed_dim_to_check", "num_heads"):
         if not isinstance(arguments[name], int):
             return f"{name} is symbolic"
-    if not isinstance(arguments["dropout_p"], (int, float)):
-        return "dropout_p is symbolic"
+    if not isinstance(example_of(arguments["dropout_p"]), (int, float, torch.SymFloat)):
+        return "dropout_p is not a number"
     for name in ("training", "is_causal", "need_weights"):
         if not isinstance(arguments[name], bool):
             return f"{name} is symbolic"
@@ -166,16 +164,59 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _mask(arguments: dict[str, Any]) -> tuple[bool, str | None]:
-    """(is causal, what else is masked). PyTorch takes `is_causal` as a promise about
+def _masks(arguments: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """(is causal, the arguments that mask). PyTorch takes `is_causal` as a promise about
     `attn_mask` when there is no padding mask and no weights are asked for; else it reads
     `attn_mask` itself."""
-    padding, mask = arguments["key_padding_mask"], arguments["attn_mask"]
-    if padding is not None:
-        return False, describe("key_padding_mask", padding)
-    if arguments["is_causal"] and not arguments["need_weights"]:
-        return True, None
-    return False, None if mask is None else describe("attn_mask", mask)
+    given = tuple(n for n in ("attn_mask", "key_padding_mask") if arguments[n] is not None)
+    promised = arguments["is_causal"] and not arguments["need_weights"]
+    if promised and arguments["key_padding_mask"] is None:
+        return True, ()
+    return False, given
+
+
+def _bias(details: _Details) -> TensorSpec | None:
+    """What the masks together are as a bias; None where they cannot be taken as one.
+
+    With weights asked for, PyTorch's row without a key is NaN, and not 0 as in the op.
+    """
+    arguments, masks = details.arguments, details.masks
+    if not masks or arguments["need_weights"]:
+        return None
+    examples = {name: example_of(arguments[name]) for name in masks}
+    sizes: list[Dim] = [1, 1, 1, example_of(arguments["key"]).shape[0]]
+    if "attn_mask" in examples:
+        sizes[2] = example_of(arguments["query"]).shape[0]
+        if examples["attn_mask"].dim() == 3:
+            sizes[1] = details.heads
+    if "key_padding_mask" in examples or sizes[1] != 1:
+        sizes[0] = example_of(arguments["query"]).shape[1]
+    floats = [e.dtype for e in examples.values() if e.dtype != torch.bool]
+    stride: list[Dim] = [1, 1, 1, 1]
+    for dim in (2, 1, 0):
+        stride[dim] = stride[dim + 1] * sizes[dim + 1]
+    dtype = floats[0] if floats else torch.bool
+    return TensorSpec(tuple(sizes), tuple(stride), dtype, examples[masks[0]].device)
+
+
+def _emit_bias(
+    emit: Emitter, details: _Details, dtype: torch.dtype, q: fx.Node
+) -> tuple[fx.Node, fx.Node]:
+    """(bias, q): the masks added up; True in a bool mask of this module is hidden."""
+    parts, is_float = [], False
+    for name in details.masks:
+        node = details.arguments[name]
+        example = example_of(node)
+        if name == "key_padding_mask":
+            node = emit.call("unsqueeze", emit.call("unsqueeze", node, 1), 1)
+        elif example.dim() == 2:
+            node = emit.call("unsqueeze", emit.call("unsqueeze", node, 0), 0)
+        else:
+            node = emit.call("unflatten", node, 0, (-1, details.heads))
+        is_float |= example.dtype != torch.bool
+        parts.append(node if example.dtype != torch.bool else additive(emit, node, dtype))
+    bias = parts[0] if len(parts) == 1 else emit.call(torch.add, *parts)
+    return without_lost_rows(emit, bias, q) if is_float else (bias, q)
 
 
 def _packing(arguments: dict[str, Any]) -> tuple[int, int, int]:
@@ -232,102 +273,3 @@ def _split(emit: Emitter, projection: fx.Node, width: int, details: _Details) ->
     sizes = (width, details.heads, details.embed_dim // details.heads)
     parts = emit.call("unflatten", projection, -1, sizes)
     return [emit.call("select", parts, 2, index) for index in range(width)]
-
-
-# --- Examples -----------------------------------------------------------------------------------
-
-
-def _module(**options: Any) -> nn.MultiheadAttention:
-    return nn.MultiheadAttention(16, 2, **options)
-
-
-def _inputs(count: int, *lengths: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    return lambda: tuple(torch.randn(2, lengths[i % len(lengths)], 16) for i in range(count))
-
-
-def _call(
-    module: nn.MultiheadAttention, order: Sequence[int], **options: Any
-) -> Callable[..., Any]:
-    options.setdefault("need_weights", False)
-    return lambda *x: module(*(x[i] for i in order), **options)[0]
-
-
-def examples() -> list[Example]:
-    first = {"batch_first": True}
-    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    return [
-        Example("self-attention", _call(_module(**first), (0, 0, 0)), _inputs(1, 6)),
-        Example("weights not used", lambda x: _WEIGHTS(x, x, x)[0], _inputs(1, 6)),
-        Example("sequence first", _call(_module(), (0, 0, 0)), _inputs(1, 6)),
-        Example("no bias", _call(_module(bias=False, **first), (0, 0, 0)), _inputs(1, 6)),
-        Example("cross-attention", _call(_module(**first), (0, 1, 1)), _inputs(2, 6, 9)),
-        Example("three inputs", _call(_module(**first), (0, 1, 2)), _inputs(3, 6)),
-        Example(
-            "own weights", _call(_module(kdim=16, vdim=16, **first), (0, 1, 1)), _inputs(2, 6, 9)
-        ),
-        Example("other widths", _other_widths, _inputs(1, 6)),
-        Example(
-            "causal",
-            _call(_module(**first), (0, 0, 0), attn_mask=mask, is_causal=True),
-            _inputs(1, 6),
-        ),
-    ]
-
-
-_WIDE = nn.MultiheadAttention(16, 2, kdim=4, vdim=12, batch_first=True)
-
-
-def _other_widths(x: torch.Tensor) -> torch.Tensor:
-    return _WIDE(x, x[..., :4], x[..., :12], need_weights=False)[0]
-
-
-def _fused_layer(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        fused = _ENCODER_LAYER(x)
-    return fused + x
-
-
-_ENCODER_LAYER = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-
-
-def counterexamples() -> list[Example]:
-    first = {"batch_first": True}
-    mask = torch.ones(6, 6, dtype=torch.bool).triu(1)
-    padding = torch.zeros(2, 6, dtype=torch.bool)
-    padding[1, 4:] = True
-    return [
-        Example("weights returned", lambda x: _module_with_weights(x), _inputs(1, 6), 0),
-        Example("weights and a causal hint", _hinted, _inputs(1, 6), 0),
-        Example("attn_mask", _call(_module(**first), (0, 0, 0), attn_mask=mask), _inputs(1, 6), 0),
-        Example(
-            "padding mask",
-            _call(_module(**first), (0, 0, 0), key_padding_mask=padding),
-            _inputs(1, 6),
-            0,
-        ),
-        Example("encoder layer in inference", _fused_layer, _inputs(1, 6), 0),
-        Example("bias_k", _call(_module(add_bias_kv=True, **first), (0, 0, 0)), _inputs(1, 6), 0),
-        Example(
-            "zero attn", _call(_module(add_zero_attn=True, **first), (0, 0, 0)), _inputs(1, 6), 0
-        ),
-        Example(
-            "unbatched",
-            lambda x: _WEIGHTS(x[0], x[0], x[0], need_weights=False)[0],
-            _inputs(1, 6),
-            0,
-        ),
-    ]
-
-
-_WEIGHTS = nn.MultiheadAttention(16, 2, batch_first=True)
-
-
-def _hinted(x: torch.Tensor) -> torch.Tensor:
-    """With weights asked for, PyTorch applies the mask as it is, whatever the hint says."""
-    mask = torch.ones(6, 6, dtype=torch.bool).tril(-1)
-    return _WEIGHTS(x, x, x, attn_mask=mask, is_causal=True)[0]
-
-
-def _module_with_weights(x: torch.Tensor) -> torch.Tensor:
-    out, weights = _WEIGHTS(x, x, x)
-    return out + weights.sum()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -13,6 +12,7 @@ from torch import fx
 
 from .. import symbolic
 from ..spec import AttentionSpec, TensorSpec, default_scale
+from .bias import bias_spec, emit_bias
 from .family import (
     Emitter,
     Example,
@@ -25,6 +25,7 @@ from .family import (
     example_of,
     tensor_objection,
 )
+from .packed import Packed, packed_source
 
 NAME = "sdpa"
 ANCHORS = (
@@ -54,11 +55,12 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class _Call:
-    """The normalised call: tensor arguments, and how far each is broadcast (B, H)."""
+    """The normalised call: tensor arguments, how far each is broadcast (B, H), and the mask."""
 
     tensors: tuple[fx.Node, fx.Node, fx.Node]
     expand: tuple[tuple[Any, Any] | None, ...]
     scale: Any
+    mask: fx.Node | None
 
 
 def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
@@ -81,6 +83,9 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     if scale is None and symbolic.is_static(q.shape[3]):
         scale = default_scale(symbolic.as_int(q.shape[3]))
     mask = arguments["attn_mask"]
+    bias = None if mask is None else bias_spec(example_of(mask), (*out.shape[:3], k.shape[2]))
+    if isinstance(bias, str):
+        return NotUnderstood(node, f"attn_mask has {bias}")
     spec = AttentionSpec(
         q,
         k,
@@ -89,13 +94,16 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         causal="top_left" if arguments["is_causal"] else "none",
         scale=scale,
         mask=None if mask is None else describe("attn_mask", mask),
+        bias=bias,
+        bias_needs_grad=mask is not None and example_of(mask).requires_grad,
         dropout_p=_dropout_p(arguments["dropout_p"]),
         needs_grad=out.requires_grad,
         deterministic=scope.deterministic,
         sdp_backends=scope.sdp_backends.get(node),
     )
     given = arguments["scale"]
-    return Site(node, spec, _Call(tensors, expand, given if isinstance(given, fx.Node) else scale))
+    scale = given if isinstance(given, fx.Node) else scale
+    return Site(node, spec, _Call(tensors, expand, scale, mask))
 
 
 def rewrite(site: Site, kernel: str) -> None:
@@ -110,18 +118,24 @@ def rewrite(site: Site, kernel: str) -> None:
             sizes = [_size(emit, call, dim, size) for dim, size in enumerate(expand)]
             tensor = emit.call("expand", tensor, *sizes, -1, -1)
         tensors.append(tensor)
+    bias = None
+    if call.mask is not None:
+        bias, tensors[0] = emit_bias(emit, call.mask, site.spec, tensors[0])
     out = example_of(site.node)
-    order = [dim for dim in symbolic.dimension_order(out.shape, out.stride()) if dim != 3]
-    attention = emit.call(
-        torch.ops.fa_inductor.attention.default,
-        *tensors,
-        call.scale,
-        site.spec.causal,
-        [*order, 3],
-        site.spec.deterministic,
-        kernel,
-    )
-    emit.finish(emit.call(operator.getitem, attention, 0))
+    dims = [dim for dim in symbolic.dimension_order(out.shape, out.stride()) if dim != 3]
+    order = "".join("BHS"[dim] for dim in dims) + "D"
+    packed = _packed(call, site.spec, tensors)
+    if packed is not None:
+        emit.finish(emit.packed_attention(packed, site.spec, call.scale, order, kernel))
+    else:
+        emit.finish(emit.attention(tensors, site.spec, call.scale, order, kernel, bias))
+
+
+def _packed(call: _Call, spec: AttentionSpec, tensors: Sequence[fx.Node]) -> Packed | None:
+    """Where q, k and v come from, if their gradients can be written there together."""
+    if not spec.needs_grad or spec.mask or spec.dropout_p or tuple(tensors) != call.tensors:
+        return None
+    return packed_source(call.tensors)
 
 
 def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
@@ -130,6 +144,9 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
             return objection
         if (rank := example_of(arguments[name]).dim()) != 4:
             return f"{name} has rank {rank}; only (B, H, S, D) is rewritten"
+    mask = arguments["attn_mask"]
+    if mask is not None and (objection := tensor_objection("attn_mask", mask)):
+        return objection
     if not isinstance(example_of(node), torch.Tensor):
         return "the output has no recorded metadata"
     if not isinstance(arguments["is_causal"], bool):
@@ -137,8 +154,6 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
     if not isinstance(arguments["enable_gqa"], bool):
         return "enable_gqa is symbolic"
     dropout_p = example_of(arguments["dropout_p"])
-    if isinstance(dropout_p, torch.SymFloat) and not symbolic.guarded(dropout_p == 0):
-        return f"dropout_p is symbolic ({dropout_p})"
     if not isinstance(dropout_p, (int, float, torch.SymFloat)):
         return f"dropout_p is {type(dropout_p).__name__}"
     scale = example_of(arguments["scale"])
@@ -148,8 +163,9 @@ def _objection(node: fx.Node, arguments: dict[str, Any]) -> str | None:
 
 
 def _dropout_p(given: Any) -> float:
-    """A symbolic probability has been guarded to be 0."""
-    return float(given) if isinstance(given, (int, float)) else 0.0
+    """A symbolic probability is guarded to be what it is: PyTorch itself compiles one graph for
+    each, so that it stays a symbol only in a first attempt."""
+    return float(example_of(given))
 
 
 def _broadcast(
@@ -247,7 +263,13 @@ def examples() -> list[Example]:
         Example("output written to", lambda q, k, v: sdpa(q, k, v).mul_(2), _qkv()),
         Example("inputs written to before", lambda q, k, v: sdpa(q.clone().add_(1), k, v), _qkv()),
         Example("inputs written to after", _write_after, _qkv()),
+        Example("bool mask", lambda q, k, v: sdpa(q, k, v, attn_mask=_MASK), _qkv()),
+        Example("float mask", lambda q, k, v: sdpa(q, k, v, _MASK.float()), _qkv()),
+        Example("dropout of everything", lambda q, k, v: sdpa(q, k, v, dropout_p=1.0), _qkv()),
     ]
+
+
+_MASK = torch.ones(10, 10, dtype=torch.bool).tril()
 
 
 def _write_after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -259,11 +281,13 @@ def _write_after(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 def counterexamples() -> list[Example]:
     sdpa = F.scaled_dot_product_attention
-    mask = torch.ones(10, 10, dtype=torch.bool).tril()
     return [
-        Example("bool mask", lambda q, k, v: sdpa(q, k, v, attn_mask=mask), _qkv(), 0),
-        Example("float mask", lambda q, k, v: sdpa(q, k, v, mask.float()), _qkv(), 0),
-        Example("dropout", lambda q, k, v: sdpa(q, k, v, dropout_p=0.5) * 0, _qkv(), 0),
+        Example("mask of another dtype", _float_mask_beside_bfloat16, _qkv(), 0),
         Example("rank 3", lambda q, k, v: sdpa(q[0], k[0], v[0]), _qkv(), 0),
         Example("rank 5", lambda q, k, v: sdpa(q[None], k[None], v[None]), _qkv(), 0),
     ]
+
+
+def _float_mask_beside_bfloat16(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, _MASK.float()).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from comparison import TOLERANCE
 from fa_inductor.kernels import reference
+from fa_inductor.problem import Inputs, Problem
 from helpers import compile_quick, compile_reference, oracle, run_reported
 from poison import poisoned
 
@@ -26,21 +28,24 @@ def concrete_calls() -> Iterator[list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
     forward, backward = reference.forward, reference.backward
 
-    def check(tensors: Sequence[Tensor | None]) -> None:
+    def check(tensors: Sequence[Tensor | None], problem: Problem) -> None:
         for tensor in tensors:
             assert tensor is None or type(tensor) is Tensor
             sizes = () if tensor is None else (*tensor.shape, *tensor.stride())
             assert all(type(size) is int for size in sizes)
+        for number in dataclasses.astuple(problem):
+            assert type(number) in (float, int, str, bool, type(None))
+        assert type(problem.scale) is float
 
-    def checked_forward(*tensors: Tensor, scale: float, causal: str) -> None:
-        check(tensors)
-        assert type(scale) is float
-        calls.append({"q": tuple(tensors[0].shape), "scale": scale, "causal": causal})
-        forward(*tensors, scale=scale, causal=causal)
+    def checked_forward(problem: Problem, inputs: Inputs, out: Tensor, lse: Tensor | None) -> None:
+        check((*inputs, out, lse), problem)
+        calls.append({"q": tuple(inputs.q.shape), "scale": problem.scale})
+        forward(problem, inputs, out, lse)
 
-    def checked_backward(*tensors: Tensor | None, **options: Any) -> None:
-        check(tensors)
-        backward(*tensors, **options)
+    def checked_backward(problem: Problem, inputs: Inputs, *others: Any) -> None:
+        *saved, grads = others
+        check((*inputs, *saved, *grads), problem)
+        backward(problem, inputs, *others)
 
     with (
         mock.patch.object(reference, "forward", checked_forward),

@@ -120,8 +120,9 @@ def named(family: Family, kind: str, *names: str) -> list[Any]:
     "example",
     [
         *named(sdpa_family, "examples", "GQA", "Dv != D", "two in one graph", "causal, Sq < Sk"),
-        *named(sdpa_family, "counterexamples", "bool mask"),
-        *named(mha_family, "examples", "self-attention", "sequence first"),
+        *named(sdpa_family, "examples", "bool mask", "float mask"),
+        *named(sdpa_family, "counterexamples", "mask of another dtype"),
+        *named(mha_family, "examples", "self-attention", "sequence first", "both masks"),
         *named(mha_family, "counterexamples", "weights returned"),
     ],
 )
