@@ -10,6 +10,7 @@ from typing import Any
 from .errors import OptionError, nearest
 
 PREFIX = "fa."
+DEFAULT_KERNELS = ("fa4", "cudnn")
 FALLBACK_POLICIES = ("ignore", "warn", "error")
 
 
@@ -18,14 +19,16 @@ class Config:
     """Options of one compile.
 
     kernels: names of the kernels that may be used, in order of preference. A site that none
-        of them can run is left to PyTorch.
+        of them can run is left to PyTorch. The default ones are not taken in that order but by
+        measured time, where there are measurements for the GPU, and PyTorch's own attention is
+        kept where it was faster.
     on_fallback: what to do when a site is left to PyTorch: "ignore", "warn" (one log line a
         compile) or "error" (`FallbackError`).
     mode: an Inductor mode ("reduce-overhead", "max-autotune", ...), because `torch.compile`
         refuses its own `mode=` beside `options=`.
     """
 
-    kernels: tuple[str, ...] = ("fa4", "cudnn")
+    kernels: tuple[str, ...] = DEFAULT_KERNELS
     on_fallback: str = "warn"
     mode: str | None = None
 

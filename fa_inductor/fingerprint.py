@@ -17,10 +17,10 @@ from .target import installed_libraries
 
 @functools.cache
 def sources() -> str:
-    """SHA-256 over the sources of fa_inductor and its patterns."""
+    """SHA-256 over the sources of fa_inductor, its measured times, and its patterns."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(family.__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.json"))):
             digest.update(str(path.relative_to(folder)).encode() + b"\0")
             digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -56,7 +56,8 @@ class Report:
 
     @property
     def coverage(self) -> float:
-        """Share of the sites that run on a kernel of ours; 1.0 when there is no site."""
+        """Share of the sites that run on the kernel chosen for them, PyTorch's own where it is
+        faster included; 1.0 when there is no site."""
         if not self.sites:
             return 1.0
         return sum(site.kernel is not None for site in self.sites) / len(self.sites)
@@ -95,6 +96,7 @@ class Report:
                     "kernel": site.kernel,
                     "reasons": {name: list(texts) for name, texts in site.reasons.items()},
                     "copied": dict(site.copied),
+                    "notes": list(site.notes),
                 }
                 for site in self.sites
             ],
@@ -116,7 +118,8 @@ class Report:
             table.add_column(heading, overflow="fold")
         for alike in _grouped(self.sites):
             site = alike[0]
-            notes = site.reason_texts + [f"copied: {n} ({why})" for n, why in site.copied.items()]
+            copied = [f"copied: {name} ({why})" for name, why in site.copied.items()]
+            notes = [*site.reason_texts, *copied, *site.notes]
             table.add_row(
                 Text(_short(site.source)),
                 Text(_modules(alike)),
@@ -156,7 +159,7 @@ def _grouped(sites: Sequence[SiteRecord]) -> list[list[SiteRecord]]:
     """Sites that differ in nothing but their module, together: one row of a table."""
     groups: dict[object, list[SiteRecord]] = {}
     for site in sites:
-        notes = (*site.reason_texts, *site.copied.values())
+        notes = (*site.reason_texts, *site.copied.values(), *site.notes)
         groups.setdefault((site.source, str(site.spec), site.kernel, notes), []).append(site)
     return list(groups.values())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from . import kernels, layout
+from . import kernels, layout, symbolic
 from .config import Config
 from .patterns import FAMILIES
 from .patterns.family import Family, NotUnderstood, Scope, Site
@@ -22,6 +22,7 @@ from .scopes import program_order, scopes
 from .select import choose
 from .spec import AttentionSpec
 from .target import Target
+from .times import CORE
 
 _SEEN = "fa_inductor_seen"
 
@@ -31,9 +32,11 @@ class SiteRecord:
     """What happened to one site.
 
     source: `file:line` of the user's call. module: path of the nn.Module around it.
-    spec: None when the call was not understood. kernel: None for a fallback.
+    spec: None when the call was not understood. kernel: None for a fallback, "core" where
+        PyTorch's own attention is kept because it was measured to be faster.
     reasons: why each other kernel was not taken; key "all" for reasons that hold for all.
     copied: inputs that the kernel copies on every call, with the reason.
+    notes: what else is worth knowing.
     """
 
     family: str
@@ -43,6 +46,7 @@ class SiteRecord:
     kernel: str | None
     reasons: Mapping[str, tuple[str, ...]]
     copied: Mapping[str, str]
+    notes: tuple[str, ...] = ()
 
     @property
     def objections(self) -> tuple[str, ...]:
@@ -90,7 +94,8 @@ def _replace(module: fx.GraphModule, decisions: Mapping[fx.Node, _Decision]) -> 
             continue
         node.meta[_SEEN] = True
         record, site = decision.record, decision.site
-        if site is not None and record.kernel and not site.fixed_kernel:
+        if site is not None and record.kernel not in (None, CORE) and not site.fixed_kernel:
+            assert record.kernel is not None
             decision.family.rewrite(site, record.kernel)
             changed = True
     if changed:
@@ -160,8 +165,24 @@ def _record(
     kernel: str | None,
     reasons: Mapping[str, tuple[str, ...]],
 ) -> SiteRecord:
-    copied = layout.copies(spec, kernel) if spec else {}
-    return SiteRecord(family.NAME, _source(node), _module_path(node), spec, kernel, reasons, copied)
+    return SiteRecord(
+        family.NAME,
+        _source(node),
+        _module_path(node),
+        spec,
+        kernel,
+        reasons,
+        copied=layout.copies(spec, kernel) if spec else {},
+        notes=_notes(spec, kernel) if spec else (),
+    )
+
+
+def _notes(spec: AttentionSpec, kernel: str | None) -> tuple[str, ...]:
+    sizes = [size for size in (*spec.q.shape, *spec.k.shape) if not symbolic.is_static(size)]
+    if kernel != "cudnn" or not sizes:
+        return ()
+    names = ", ".join(dict.fromkeys(map(symbolic.text, sizes)))
+    return (f"cuDNN builds a plan, about 60 ms, for each new value of {names}",)
 
 
 def _source(node: fx.Node) -> str:

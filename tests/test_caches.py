@@ -12,6 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from fa_inductor import backend, patterns, torch_compat
 from fa_inductor.config import Config
 from fa_inductor.errors import FallbackError
 from fa_inductor.fingerprint import fingerprint
-from helpers import run_reported
+from helpers import compile_reference, run_reported
 
 ROUTES = ("backend", "register")
 
@@ -178,7 +179,50 @@ def test_a_users_pass_without_a_key_still_switches_caching_off() -> None:
     assert torch_compat.cache_key_pass("key", lambda graph: None).uuid() is None
 
 
+# --- What can be cached ---------------------------------------------------------------------------
+
+
+def _module_with_masks(q: torch.Tensor) -> torch.Tensor:
+    x = q.transpose(1, 2).flatten(2)
+    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+    return _MODULE(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+
+
+_MODULE = torch.nn.MultiheadAttention(16, 2, batch_first=True).requires_grad_(False)
+_REWRITTEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda q: F.scaled_dot_product_attention(q, q, q),
+    "bool mask": lambda q: F.scaled_dot_product_attention(q, q, q, q[0, 0, :, :4] > 0),
+    "float mask": lambda q: F.scaled_dot_product_attention(q, q, q, q[..., :4]),
+    "dropout": lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5),
+    "broadcast": lambda q: F.scaled_dot_product_attention(q, q[:1], q[:1]),
+    "nn.MultiheadAttention": _module_with_masks,
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("fn", _REWRITTEN.values(), ids=_REWRITTEN.keys())
+def test_what_the_pass_writes_can_be_cached(
+    fn: Callable[[torch.Tensor], torch.Tensor], dynamic: bool
+) -> None:
+    """AOTAutograd does not cache calls of methods of tensors that Dynamo has not described."""
+    counters = torch._dynamo.utils.counters["aot_autograd"]
+    with fresh_cache():
+        for hit in (0, 1):
+            torch._dynamo.reset()
+            counters.clear()
+            q = torch.randn(2, 2, 4, 8)
+            _, report = run_reported(compile_reference(fn, dynamic=dynamic), q)
+            assert {site.kernel for site in report.sites} == {"reference"}
+            assert counters["autograd_cache_bypass"] == 0
+            assert counters["autograd_cache_hit"] == hit
+
+
 # --- Promises that must also hold when the pass does not run --------------------------------------
+
+
+def _fallback_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """A mask of another dtype than the query, which no kernel takes."""
+    return torch.randn(1, 2, 4, 8, dtype=torch.bfloat16), torch.randn(4, 4)
 
 
 def _attend_with_mask(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -187,7 +231,7 @@ def _attend_with_mask(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def test_error_policy_holds_on_a_warm_cache() -> None:
     """A graph with a fallback, cached under another policy, still raises under "error"."""
-    q, mask = torch.randn(1, 2, 4, 8), torch.randn(4, 4)
+    q, mask = _fallback_inputs()
     with fresh_cache():
         with fa_inductor.enabled(kernels=("reference",), on_fallback="ignore"):
             torch.compile(_attend_with_mask)(q, mask)
@@ -202,7 +246,7 @@ def test_error_policy_holds_on_a_warm_cache() -> None:
 
 def test_report_names_the_sites_on_a_warm_cache() -> None:
     """A cache hit must not look like a model without attention: coverage would read 100%."""
-    q, mask = torch.randn(1, 2, 4, 8), torch.randn(4, 4)
+    q, mask = _fallback_inputs()
     with fresh_cache(), fa_inductor.enabled(kernels=("reference",), on_fallback="ignore"):
         _, cold = run_reported(torch.compile(_attend_with_mask), q, mask)
         torch._dynamo.reset()

@@ -30,13 +30,16 @@ def test_a_named_target_is_planned_for_from_cpu_tensors() -> None:
     def attend(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
-    for target in ("sm_90a", "sm_90", "sm_100a"):
-        (site,) = fa_inductor.explain(attend, target=target)(q).sites
-        assert (site.kernel, site.copied) == ("fa4", {})
+    for kernel in ("fa4", "cudnn"):
+        options = {"fa.kernels": (kernel,)}
+        for target in ("sm_90a", "sm_90", "sm_100a"):
+            (site,) = fa_inductor.explain(attend, options, target)(q).sites
+            assert (site.kernel, site.copied) == (kernel, {})
     (site,) = fa_inductor.explain(attend)(q).sites
     assert site.kernel is None
     (site,) = fa_inductor.explain(attend, target="sm_90a")(q.float()).sites
-    assert any("float32" in text for text in site.reasons["fa4"])
+    for kernel in ("fa4", "cudnn"):
+        assert any("float32" in text for text in site.reasons[kernel])
 
 
 def test_inputs_that_the_kernel_copies_are_named() -> None:

@@ -54,12 +54,15 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_every_source(sources: Path, wheel: Path) -> None:
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    """And the measured times, which are no sources to setuptools."""
+    names = zipfile.ZipFile(wheel).namelist()
+    packed = {name for name in names if name.endswith((".py", ".json"))}
     expected = {str(path.relative_to(sources)) for path in sources.glob("fa_inductor/**/*.py")}
+    expected |= {str(path.relative_to(sources)) for path in sources.glob("fa_inductor/data/*.json")}
     expected |= {
         f"fa_inductor/{path.relative_to(sources)}" for path in sources.glob("patterns/*.py")
     }
-    assert "fa_inductor/patterns/sdpa.py" in expected
+    assert {"fa_inductor/patterns/sdpa.py", "fa_inductor/data/times_sm_90a.json"} <= expected
     assert packed == expected
 
 
@@ -78,6 +81,7 @@ def test_wheel_names_the_backend_and_the_command(wheel: Path) -> None:
     required = metadata.get_all("Requires-Dist") or []
     assert "flash-attn-4==4.0.0b36" in required
     assert any(r.startswith("torch>=2.11") for r in required)
+    assert any(r.startswith("nvidia-cudnn-frontend>=1.32") for r in required)
 
 
 _PROGRAM = """

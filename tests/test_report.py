@@ -46,6 +46,10 @@ def test_sites_tell_spec_kernel_and_every_reason(report: Report) -> None:
     checkpointed, plain, masked = report.sites
     for site in (checkpointed, plain):
         assert (site.kernel, site.copied) == ("reference", {})
+        assert [text.split(" (")[0] for text in site.reasons["fa4"]] == [
+            "device cpu",
+            "dtype float32",
+        ]
         assert list(site.reasons) == ["fa4"]
         assert site.spec is not None
         assert (site.spec.causal, site.spec.mask, site.spec.needs_grad) == ("top_left", None, True)
@@ -54,15 +58,16 @@ def test_sites_tell_spec_kernel_and_every_reason(report: Report) -> None:
     assert masked.kernel is None
     assert list(masked.reasons) == ["fa4", "reference"]
     assert masked.spec is not None
-    assert masked.spec.mask == "attn_mask bool (6, 6)"
+    assert masked.spec.mask == "attn_mask float32 (6, 6)"
     # Each reason has the value, the limit and the source; FA4 has one for each row it breaks.
     assert [text.split(" (")[0] for text in masked.reasons["fa4"]] == [
         "device cpu",
-        "dtype float32",
-        "attn_mask bool",
+        "attn_mask float32",
     ]
     assert masked.reason_texts[0].startswith("fa4: device cpu (CUDA only; flash-attn-4")
-    assert masked.reason_texts[-1].startswith("reference: attn_mask bool (6, 6) (")
+    assert masked.reason_texts[-1].startswith(
+        "reference: attn_mask float32 (6, 6) beside a bfloat16 query ("
+    )
 
 
 def test_graph_breaks_have_a_reason_and_the_users_line(report: Report) -> None:
@@ -119,11 +124,12 @@ def test_json_is_read_back_as_it_was_written(report: Report) -> None:
     assert site["source"] == report.sites[2].source
     assert "F.scaled_dot_product_attention(q, k, v, mask)" in site["code"]
     assert (site["module"], site["kernel"], site["copied"]) == ("last", None, {})
+    assert site["notes"] == []
     assert site["reasons"]["reference"] == list(report.sites[2].reasons["reference"])
     assert site["spec"]["q"] == {
         "shape": [2, 2, 6, 16],
-        "stride": [576, 16, 96, 1],
-        "dtype": "float32",
+        "stride": [192, 16, 32, 1],
+        "dtype": "bfloat16",
         "device": "cpu",
     }
     assert [graph["sites"] for graph in data["graphs"]] == [2, 1]
@@ -147,7 +153,7 @@ def test_report_renders(report: Report) -> None:
         text = io.StringIO()
         Console(file=text, width=width).print(report)
         joined = "".join(character for character in text.getvalue() if character.isalnum())
-        for word in ("last", "reference", "fallback", "graphbreakat", "attnmaskbool66"):
+        for word in ("last", "reference", "fallback", "graphbreakat", "attnmaskfloat3266"):
             assert word in joined or width == 40
         assert "fallback" in text.getvalue()
     assert report.summary() in text.getvalue()

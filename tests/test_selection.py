@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +11,22 @@ import torch.nn.functional as F
 from attention_specs import AMPERE, BLACKWELL, GEFORCE, HOPPER, spec, target
 from torch import Tensor
 
-from comparison import TOLERANCE, compare_with_eager, run_poisoned
-from fa_inductor import explain
+from fa_inductor import explain, times
 from fa_inductor.config import Config
 from fa_inductor.errors import UnknownKernelError, UnknownTargetError
 from fa_inductor.rewrite import SiteRecord
-from fa_inductor.select import choose
+from fa_inductor.select import Choice, choose
 from fa_inductor.support import Row, reasons_against
 from fa_inductor.target import NAMED_TARGETS, TESTED_LIBRARIES, Target
-from helpers import compile_quick
 
 attend = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the kernels alone decides; `test_times.py` has the times."""
+    monkeypatch.setattr(times, "_table", lambda arch: ())
+
 
 # --- choose -------------------------------------------------------------------------------------
 
@@ -29,7 +34,8 @@ attend = F.scaled_dot_product_attention
 def test_the_first_able_kernel_is_chosen() -> None:
     """In the order of the configuration, with the reasons against each of the others."""
     config = Config(kernels=("cudnn", "fa4", "reference"))
-    choice = choose(spec(), config, target(HOPPER))
+    assert choose(spec(), config, target(HOPPER)) == Choice("cudnn", {})
+    choice = choose(spec(softcap=30.0), config, target(HOPPER))
     assert choice.kernel == "fa4"
     assert set(choice.reasons) == {"cudnn"}
     reversed_order = Config(kernels=("reference", "fa4"))
@@ -38,12 +44,16 @@ def test_the_first_able_kernel_is_chosen() -> None:
 
 def test_no_able_kernel_means_all_reasons() -> None:
     """A fallback names everything that speaks against every kernel that was allowed."""
-    problem = spec(33, dtype=torch.float32, dropout_p=0.1)
+    problem = spec(33, dtype=torch.float32, dropout_p=1.0)
     choice = choose(problem, Config(kernels=("fa4", "cudnn")), target(HOPPER))
     assert choice.kernel is None
-    text = " · ".join(reason for texts in choice.reasons.values() for reason in texts)
-    for value in ("dropout_p=0.1", "head_dim 33", "dtype float32", "kernel cudnn"):
-        assert value in text
+    assert {
+        name: sorted(reason.partition(" (")[0] for reason in reasons)
+        for name, reasons in choice.reasons.items()
+    } == {
+        "fa4": ["dropout_p=1.0 > 0", "dtype float32", "head_dim 33"],
+        "cudnn": ["dropout_p=1.0", "dtype float32", "head_dim 33"],
+    }
 
 
 def test_rows_of_a_plugin_count_too() -> None:
@@ -58,8 +68,9 @@ def test_a_named_target_has_the_libraries_that_are_here_or_the_tested_ones(
     arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Planning needs no kernel library; one that is here in another version is seen."""
-    for installed in ("", "4.0.0b12"):
-        here = {**dict.fromkeys(TESTED_LIBRARIES, ""), "flash-attn-4": installed}
+    for installed, cudnn in (("", ""), ("4.0.0b12", "9.12.0")):
+        here = dict.fromkeys(TESTED_LIBRARIES, "")
+        here |= {"flash-attn-4": installed, "cudnn": cudnn}
         monkeypatch.setattr("fa_inductor.target.installed_libraries", lambda here=here: here)
         named = Target.of_name(arch)
         assert (named.arch, named.named) == (arch, True)
@@ -67,6 +78,10 @@ def test_a_named_target_has_the_libraries_that_are_here_or_the_tested_ones(
         against = reasons_against("fa4", spec(), named)
         assert [reason.partition(" (")[0] for reason in against] == (
             [f"flash-attn-4 {installed}"] if installed else []
+        )
+        against = reasons_against("cudnn", spec(), named)
+        assert [reason.partition(" (")[0] for reason in against] == (
+            [f"cuDNN {cudnn}"] if cudnn else []
         )
 
 
@@ -89,26 +104,19 @@ def planned(
 
 @pytest.mark.parametrize("arch", [HOPPER, BLACKWELL, GEFORCE, AMPERE])
 def test_a_plain_attention_is_planned_on_fa4(arch: str) -> None:
+    """The first of the default kernels; cuDNN could run it too, so nothing speaks against it."""
     site = planned(attend, arch, qkv())
-    assert site.kernel == "fa4"
-    assert set(site.reasons) == {"cudnn"}
-    assert site.copied == {}
+    assert (site.kernel, site.reasons, site.copied) == ("fa4", {}, {})
 
 
 @pytest.mark.parametrize("arch", [HOPPER, BLACKWELL, GEFORCE, AMPERE])
 def test_a_backward_is_planned_where_there_is_one(arch: str) -> None:
-    """sm_80 has no backward; cuDNN's reason is given beside FA4's."""
+    """FA4 has none on sm_80, cuDNN has."""
     site = planned(attend, arch, [tensor.requires_grad_() for tensor in qkv()])
     assert site.spec
     assert site.spec.needs_grad
-    if arch != AMPERE:
-        assert site.kernel == "fa4"
-        return
-    assert site.kernel is None
-    assert [text.partition(" (")[0] for text in site.reason_texts] == [
-        "fa4: sm_80",
-        "cudnn: kernel cudnn",
-    ]
+    against = [text.partition(" (")[0] for text in site.reason_texts]
+    assert (site.kernel, against) == (("cudnn", ["fa4: sm_80"]) if arch == AMPERE else ("fa4", []))
 
 
 def odd_head_dim(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,24 +143,73 @@ def in_float32(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q.float(), k.float(), v.float())
 
 
-FALLBACKS: dict[str, tuple[Callable[..., Tensor], list[Tensor], str]] = {
-    "head dim (HD-01)": (odd_head_dim, qkv(), "head_dim 33 (multiples of 8"),
+def with_float32_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v, attn_mask=torch.zeros(16, 16))
+
+
+def dropped_altogether(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v, dropout_p=1.0)
+
+
+# What neither kernel takes: the reason of each.
+FALLBACKS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
+    "head dim (HD-01)": (
+        odd_head_dim,
+        "head_dim 33 (multiples of 8 from 8 to 256, Dv <= D",
+        "head_dim 33 (multiples of 8 from 8 to 256; ",
+    ),
+    "dtype (DT-03)": (
+        in_float32,
+        "dtype float32 (float16, bfloat16; ",
+        "dtype float32 (float16, bfloat16; ",
+    ),
+    "mask of another dtype (MK-06)": (
+        with_float32_mask,
+        "attn_mask float32 (16, 16) (no attn_mask; ",
+        "attn_mask float32 (16, 16) beside a bfloat16 query (bool, or the query's dtype",
+    ),
+    "dropout of everything (DR-01)": (
+        dropped_altogether,
+        "dropout_p=1.0 > 0 (FA4 has no dropout; ",
+        "dropout_p=1.0 (below 1; ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "fa4", "cudnn"), FALLBACKS.values(), ids=FALLBACKS.keys())
+def test_a_fallback_says_why(fn: Callable[..., Tensor], fa4: str, cudnn: str) -> None:
+    """Value, limit and source for every kernel."""
+    site = planned(fn, HOPPER, qkv())
+    assert site.kernel is None
+    assert list(site.reasons) == ["fa4", "cudnn"]
+    for name, reason in (("fa4", fa4), ("cudnn", cudnn)):
+        assert [text.startswith(reason) for text in site.reasons[name]] == [True]
+        assert "; " in site.reasons[name][0]
+
+
+# What cuDNN takes and FA4 does not, and FA4's reason.
+ONLY_CUDNN: dict[str, tuple[Callable[..., Tensor], list[Tensor], str]] = {
     "dropout (DR-01)": (with_dropout, qkv(), "dropout_p=0.1 > 0 (FA4 has no dropout"),
     "mask": (with_mask, qkv(), "attn_mask bool (16, 16) (no attn_mask"),
     "unequal lengths (MK-03)": (causal, qkv(sq=7), "is_causal with Sq 7 and Sk 16 (top-left"),
     "scale (PM-02)": (negatively_scaled, qkv(), "scale -0.25 (a positive number"),
-    "dtype (DT-03)": (in_float32, qkv(), "dtype float32 (float16, bfloat16"),
 }
 
 
-@pytest.mark.parametrize(("fn", "inputs", "reason"), FALLBACKS.values(), ids=FALLBACKS.keys())
-def test_a_fallback_says_why(fn: Callable[..., Tensor], inputs: list[Tensor], reason: str) -> None:
-    """Value, limit and source for FA4, and something for every other kernel."""
-    site = planned(fn, HOPPER, inputs)
-    assert site.kernel is None
-    assert set(site.reasons) == {"fa4", "cudnn"}
-    assert [text.startswith(reason) for text in site.reasons["fa4"]] == [True]
-    assert "; " in site.reasons["fa4"][0]
+@pytest.mark.parametrize(("fn", "inputs", "reason"), ONLY_CUDNN.values(), ids=ONLY_CUDNN.keys())
+def test_cudnn_takes_what_fa4_does_not(
+    fn: Callable[..., Tensor], inputs: list[Tensor], reason: str
+) -> None:
+    """With FA4's value, limit and source; alone, FA4 leaves it to PyTorch for the same reason."""
+    for training in (False, True):
+        leaves = [tensor.detach().requires_grad_(training) for tensor in inputs]
+        site = planned(fn, HOPPER, leaves)
+        assert site.kernel == "cudnn"
+        assert list(site.reasons) == ["fa4"]
+        assert [text.startswith(reason) for text in site.reasons["fa4"]] == [True]
+        assert "; " in site.reasons["fa4"][0]
+        alone = planned(fn, HOPPER, leaves, **{"fa.kernels": ("fa4",)})
+        assert (alone.kernel, alone.reasons) == (None, site.reasons)
 
 
 def test_a_symbolic_head_dim_is_not_guessed() -> None:
@@ -161,7 +218,8 @@ def test_a_symbolic_head_dim_is_not_guessed() -> None:
         torch._dynamo.mark_dynamic(tensor, 3)
     site = planned(attend, HOPPER, inputs)
     assert site.kernel is None
-    assert "is symbolic (" in site.reasons["fa4"][0]
+    for name in ("fa4", "cudnn"):
+        assert "is symbolic (" in site.reasons[name][0]
 
 
 def test_planning_runs_the_code_as_it_was_written() -> None:
@@ -195,73 +253,8 @@ def test_the_cpu_is_left_to_pytorch_unless_asked() -> None:
     """`reference` runs only where it is named; the default kernels say that they need a GPU."""
     site = planned(attend, None, qkv())
     assert site.kernel is None
-    assert any(text.startswith("device cpu (CUDA only") for text in site.reasons["fa4"])
+    for name in ("fa4", "cudnn"):
+        assert any(text.startswith("device cpu (CUDA only") for text in site.reasons[name])
     asked = planned(attend, None, qkv(), **{"fa.kernels": ("fa4", "reference")})
     assert asked.kernel == "reference"
     assert set(asked.reasons) == {"fa4"}
-
-
-MASK_SHAPES = [(1, 2, 64, 64), (1, 1, 64, 64), (2, 64, 64), (64, 64), (1, 2, 1, 64)]
-
-
-@pytest.mark.parametrize("shape", MASK_SHAPES, ids=str)
-def test_a_mask_alone_that_wants_a_gradient(shape: tuple[int, ...]) -> None:
-    """The mask is named as the reason, and its gradient has its own shape (MK-02)."""
-    q, k, v = (torch.randn(1, 2, 64, 16) for _ in range(3))
-
-    def biased(mask: Tensor) -> Tensor:
-        return attend(q, k, v, attn_mask=mask)
-
-    outcome = compare_with_eager(biased, compile_quick(biased), [torch.randn(shape)])
-    assert outcome.kernel_calls == 0
-    assert outcome.reasons[0].startswith(
-        f"reference: attn_mask float32 ({', '.join(map(str, shape))}) ("
-    )
-
-
-class Dropped(torch.nn.Module):
-    def __init__(self, probability: float) -> None:
-        super().__init__()
-        self.probability = probability
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, dropout_p=self.probability)
-
-
-def weights_through(probability: float, seeds: Iterable[int]) -> tuple[Tensor, Tensor, list[str]]:
-    """Attention weights of every seed, those without dropout, and the reasons."""
-    q, k = torch.randn(2, 4, 32, 16), torch.randn(2, 4, 32, 16)
-    v = torch.eye(32).expand(2, 4, 32, 32).contiguous()  # so that the output is the weights
-    torch._dynamo.reset()  # or another probability would make it a symbol
-    compiled = compile_quick(Dropped(probability).eval())
-    found, reasons = [], []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        out, outcome = run_poisoned(compiled, [q, k, v])
-        assert outcome.kernel_calls == (probability == 0.0)
-        found.append(out)
-        reasons += outcome.reasons
-    return torch.stack(found), attend(q, k, v), reasons
-
-
-def test_dropout_stays_dropout_in_eval() -> None:
-    """F.sdpa drops in eval mode too: rate, mean and seeds as they are in PyTorch (DR-01)."""
-    dropped, whole, reasons = weights_through(0.5, seeds=[*range(40), 0])
-    assert reasons == [
-        "reference: dropout_p=0.5 > 0 "
-        "(no dropout in this version of fa_inductor; fa_inductor/kernels/reference.py)"
-    ]
-    assert float((dropped == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
-    # 40 seeds: the standard error of a kept weight w is w / sqrt(40), over 8192 weights.
-    assert float((dropped.mean(0) - whole).mean()) == pytest.approx(0.0, abs=1e-3)
-    assert not torch.equal(dropped[0], dropped[1])
-    assert torch.equal(dropped[0], dropped[-1])
-
-
-def test_dropout_of_everything_and_of_nothing() -> None:
-    """p = 1 gives zeros, p = 0 is no dropout at all (DR-01)."""
-    dropped, _, _ = weights_through(1.0, seeds=[0])
-    assert dropped.eq(0).all()
-    kept, whole, reasons = weights_through(0.0, seeds=[0])
-    assert reasons == []
-    torch.testing.assert_close(kept[0], whole, **TOLERANCE)
