@@ -1,7 +1,7 @@
 """One process of `test_guards.py`: import modules in a given order, then compile calls of FA4.
 
 Usage: python guards_child.py MODULE,MODULE,... REFERENCE,REFERENCE,...
-References to `flash_attn_func` are taken the moment that flash_attn.cute has been imported.
+References to its functions are taken the moment that flash_attn.cute has been imported.
 Prints a JSON list: for each reference asked for, how many attention ops its graph has.
 """
 
@@ -11,20 +11,20 @@ import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import fx
 
 global_reference: Any = None
 
 
-def references(flash_attn_func: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Functions of (q, k, v) that reach `flash_attn_func` in different ways."""
+def references(cute: Any) -> dict[str, Callable[..., Any]]:
+    """Functions of (q, k, v) that reach FA4's in different ways."""
     global global_reference
-    global_reference = flash_attn_func
+    global_reference = flash_attn_func = cute.flash_attn_func
+    flash_attn_varlen_func = cute.flash_attn_varlen_func
     partial = functools.partial(flash_attn_func, causal=True)
     holder = SimpleNamespace(attend=flash_attn_func)
     table = {"attend": flash_attn_func}
@@ -35,24 +35,28 @@ def references(flash_attn_func: Callable[..., Any]) -> dict[str, Callable[..., A
         "partial": lambda q, k, v: partial(q, k, v),
         "attribute": lambda q, k, v: holder.attend(q, k, v),
         "dict": lambda q, k, v: table["attend"](q, k, v),
+        "varlen": lambda q, k, v: packed(flash_attn_varlen_func, q, k, v),
     }
 
 
-def ops_in_graph(call: Callable[..., Any]) -> int:
-    found: list[fx.Node] = []
+def packed(varlen: Callable[..., Any], q: Any, k: Any, v: Any) -> tuple[torch.Tensor, Any]:
+    """Each sequence of the batch by `flash_attn_varlen_func`."""
+    batch, length = q.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32) * length
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out, lse = varlen(q, k, v, None, starts, starts, length, length)
+    return out.unflatten(0, (batch, length)), lse
 
-    def recording(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fa_inductor.attention):
-            found.append(node)
-            node.args = (*node.args[:-1], "reference")
-        gm.recompile()
-        return gm.forward
+
+def ops_in_graph(call: Callable[..., Any]) -> int:
+    # Only now: what is imported first is what is tested.
+    from fa4_calls import run
 
     torch._dynamo.reset()
-    q = torch.randn(1, 4, 2, 8)
-    out, _ = torch.compile(call, backend=recording, fullgraph=True)(q, q, q)
+    q = torch.randn(2, 4, 2, 8)
+    (out, _), recorder = run(call, q, q, q)
     assert out.shape == q.shape
-    return len(found)
+    return len(recorder.calls)
 
 
 def main() -> None:
@@ -60,7 +64,7 @@ def main() -> None:
     for name in sys.argv[1].split(","):
         module = importlib.import_module(name)
         if name == "flash_attn.cute":
-            calls = references(module.flash_attn_func)
+            calls = references(module)
     print(json.dumps([ops_in_graph(calls[name]) for name in sys.argv[2].split(",")]))
 
 

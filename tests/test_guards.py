@@ -1,7 +1,6 @@
 """User code that calls FlashAttention-4 itself: in a graph it is our op, or an honest break.
 
-There is no GPU here, so graphs are looked at as Dynamo hands them over, and run with the kernel's
-name replaced by "reference".
+`flash_attn_varlen_func` has its own file, `test_guards_varlen.py`.
 """
 
 from __future__ import annotations
@@ -19,40 +18,18 @@ from typing import Any
 import flash_attn.cute
 import pytest
 import torch
+from fa4_calls import DENSE, INFERENCE, Recorder, run
 from flash_attn.cute import interface
+from sequence_oracle import batched
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
 
 import fa_inductor
-from fa_inductor import dynamo_compat, guards
+from fa_inductor import dynamo_compat, substitutes
 from helpers import clone_inputs, oracle
 from poison import poisoned
 
 flash_attn_func = flash_attn.cute.flash_attn_func
-
-
-class Recorder:
-    """A backend that notes each attention op, then has the graph run on the reference kernel."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.outputs: list[Any] = []
-
-    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.fa_inductor.attention):
-            assert not node.kwargs
-            self.calls.append(node.args)
-            node.args = (*node.args[:-1], "reference")
-        gm.recompile()
-        (output,) = gm.graph.find_nodes(op="output")
-        self.outputs = [value.meta["example_value"] for value in output.args[0]]
-        return gm.forward
-
-
-def _run(fn: Callable[..., Any], *tensors: Tensor, **options: Any) -> tuple[Any, Recorder]:
-    recorder = Recorder()
-    options.setdefault("fullgraph", True)
-    return torch.compile(fn, backend=recorder, **options)(*tensors), recorder
 
 
 def _qkv(grad: bool = False, **options: Any) -> list[Tensor]:
@@ -68,40 +45,56 @@ def _bhsd(tensors: Sequence[Tensor]) -> list[Tensor]:
 # --- The op and its arguments ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "scale", "causal", "deterministic"),
-    [
-        ({}, None, "none", False),
-        ({"softmax_scale": 0.3}, 0.3, "none", False),
-        ({"causal": True}, None, "bottom_right", False),
-        ({"deterministic": True, "causal": False}, None, "none", True),
-        (dict(guards.NOT_CARRIED), None, "none", False),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) and len(value) < 9 else None,
-)
-def test_call_becomes_the_op(
-    given: dict[str, Any], scale: float | None, causal: str, deterministic: bool
-) -> None:
+_SINK = torch.linspace(-1.0, 1.0, 4)
+_CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "scale": ({"softmax_scale": 0.3}, {"scale": 0.3}),
+    "causal": ({"causal": True}, {"causal": "bottom_right"}),
+    "deterministic": ({"deterministic": True, "causal": False}, {"deterministic": True}),
+    "all unused": (dict(substitutes.NOT_CARRIED), {}),
+    "left window": ({"window_size": (3, None)}, {"window_left": 3}),
+    "window": ({"window_size": [2, 0]}, {"window_left": 2, "window_right": 0}),
+    "no window": ({"window_size": (-1, -1)}, {}),
+    "causal, no window": ({"window_size": (-1, -1), "causal": True}, {"causal": "bottom_right"}),
+    "causal window": (
+        {"window_size": (3, -1), "causal": True},
+        {"window_left": 3, "causal": "bottom_right"},
+    ),
+    "softcap": ({"softcap": 30}, {"softcap": 30.0}),
+    "sink": ({"learnable_sink": _SINK}, {"sink": ...}),
+    "lse": ({"return_lse": True}, {}),
+}
+
+
+@pytest.mark.parametrize(("given", "expected"), _CALLS.values(), ids=_CALLS.keys())
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+def test_call_becomes_the_op(given: dict[str, Any], expected: dict[str, Any], grad: bool) -> None:
     """... with each argument in its place, and FA4's own output layout in the fake."""
-    q, k, v = _qkv()
-    (out, lse), recorder = _run(lambda q, k, v: flash_attn_func(q, k, v, **given), q, k, v)
-    ((*inputs, graph_scale, graph_causal, order, graph_deterministic, kernel),) = recorder.calls
-    assert [tuple(node.meta["example_value"].shape) for node in inputs] == [
-        tuple(tensor.shape) for tensor in _bhsd((q, k, v))
-    ]
-    assert (graph_scale, graph_causal, graph_deterministic) == (scale, causal, deterministic)
-    assert (order, kernel) == ([0, 2, 1, 3], "fa4")
+    leaves = _qkv(grad)
+    (out, lse), recorder = run(lambda q, k, v: flash_attn_func(q, k, v, **given), *leaves)
+    with_lse = grad or given.get("return_lse", False)
+    assert recorder.ops == [DENSE if with_lse else INFERENCE]
+    (call,) = recorder.calls
+    inputs = [call.pop(name).meta["example_value"] for name in "qkv"]
+    taken = _bhsd(leaves) if with_lse else leaves
+    assert [tuple(tensor.shape) for tensor in inputs] == [tuple(t.shape) for t in taken]
+    assert (call.pop("sink") is not None) is ("sink" in expected)
+    plain = {"causal": "none", "out_order": "BSHD", "kernel": "fa4"}
+    unused = {"dropout_p": 0.0, "softcap": 0.0, "deterministic": False}
+    filled = {**dict.fromkeys(call), **plain, **unused, **expected}
+    assert call == {name: filled[name] for name in call}
     for output in (recorder.outputs[0], out):
         assert tuple(output.shape) == (2, 5, 4, 16)
         assert output.is_contiguous()
-    assert lse is None
+    assert (lse is not None) is with_lse
 
 
 def test_positional_arguments_keep_their_meaning() -> None:
     q, k, v = _qkv()
-    call = (None, None, 0.25, True)  # qv, gather_kv_indices, softmax_scale, causal
-    _, recorder = _run(lambda q, k, v: flash_attn_func(q, k, v, *call), q, k, v)
-    assert recorder.calls[0][3:5] == (0.25, "bottom_right")
+    call = (None, None, 0.25, True, (4, 1))  # qv, gather_kv_indices, softmax_scale, causal, window
+    _, recorder = run(lambda q, k, v: flash_attn_func(q, k, v, *call), q, k, v)
+    names = ("scale", "causal", "window_left", "window_right")
+    assert [recorder.calls[0][name] for name in names] == [0.25, "bottom_right", 4, None]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +102,7 @@ def test_positional_arguments_keep_their_meaning() -> None:
 )
 def test_the_function_compiled_by_itself(entry: Callable[..., Any]) -> None:
     """GB-04: `torch.compile(flash_attn_func)`, with no function of the user's around it."""
-    _, recorder = _run(entry, *_qkv())
+    _, recorder = run(entry, *_qkv())
     assert len(recorder.calls) == 1
 
 
@@ -123,7 +116,7 @@ def test_values_and_gradients_equal_the_definition(causal: bool, scale: float | 
     expected = oracle(*_bhsd(exact), causal=kind, scale=scale).transpose(1, 2)
     weight = torch.randn(expected.shape)
     with poisoned():
-        (out, _), recorder = _run(
+        (out, _), recorder = run(
             lambda q, k, v: flash_attn_func(q, k, v, softmax_scale=scale, causal=causal), *given
         )
         grads = torch.autograd.grad(out, given, weight)
@@ -141,7 +134,7 @@ def test_lse_is_there_when_fa4_gives_one(return_lse: bool, grad: bool) -> None:
     differentiable only when asked for."""
     q, k, v = _qkv(grad)
     with poisoned():
-        result, _ = _run(lambda q, k, v: flash_attn_func(q, k, v, return_lse=return_lse), q, k, v)
+        result, _ = run(lambda q, k, v: flash_attn_func(q, k, v, return_lse=return_lse), q, k, v)
     assert isinstance(result, tuple)
     out, lse = result
     assert out.requires_grad is grad
@@ -155,18 +148,65 @@ def test_lse_is_there_when_fa4_gives_one(return_lse: bool, grad: bool) -> None:
     assert lse.requires_grad is (return_lse and grad)
 
 
+def test_a_sink_alone_is_differentiated() -> None:
+    """... so a graph in which nothing else is must not take the op of inference."""
+    q, k, v = _qkv()
+    sink = _SINK.clone().requires_grad_()
+    (out, lse), recorder = run(lambda s: flash_attn_func(q, k, v, learnable_sink=s), sink)
+    assert recorder.ops == [DENSE]
+    assert (out.requires_grad, lse is not None) == (True, True)
+    exact = sink.detach().double().requires_grad_()
+    expected, _ = batched(q, k, v, exact)
+    (grad,) = torch.autograd.grad(out.square().sum(), sink)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), exact)
+    torch.testing.assert_close(grad.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_gradient_of_lse_is_not_dropped() -> None:
     """PM-10: a loss on both outputs."""
     given = _qkv(grad=True)
     exact = clone_inputs(*given, dtype=torch.float64)
     with poisoned():
-        (out, lse), _ = _run(lambda *x: flash_attn_func(*x, return_lse=True), *given)
+        (out, lse), _ = run(lambda *x: flash_attn_func(*x, return_lse=True), *given)
         grads = torch.autograd.grad(out.square().sum() + lse.square().sum(), given)
     q, k, v = _bhsd(exact)
     scores = q @ k.repeat_interleave(2, 1).mT * 8**-0.5
     loss = oracle(q, k, v).square().sum() + scores.logsumexp(-1).square().sum()
     for grad, expected in zip(grads, torch.autograd.grad(loss, exact), strict=True):
         torch.testing.assert_close(grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", _CALLS.values(), ids=_CALLS.keys())
+def test_what_each_argument_computes(
+    given: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    """Values and gradients, the sink's too."""
+    arguments, expected = given
+    q, k, v = _qkv(grad=True)
+    sink = _SINK.clone().requires_grad_() if "sink" in expected else None
+    leaves = [q, k, v] if sink is None else [q, k, v, sink]
+    weight = torch.randn(2, 5, 4, 16)
+
+    def attend(*leaves: Tensor) -> Tensor:
+        rest = {"learnable_sink": leaves[3]} if len(leaves) == 4 else {}
+        return flash_attn_func(*leaves[:3], **{**arguments, **rest})[0]
+
+    with poisoned():
+        out, recorder = run(attend, *leaves)
+        grads = torch.autograd.grad(out, leaves, weight)
+    assert len(recorder.calls) == 1
+    exact = clone_inputs(*leaves, dtype=torch.float64)
+    names = ("scale", "window_left", "window_right", "softcap")
+    numbers = {name: value for name, value in expected.items() if name in names}
+    wanted, _ = batched(*exact, causal=arguments.get("causal", False), **numbers)
+    with poisoned():
+        inferred, recorder = run(attend, *(tensor.detach() for tensor in leaves))
+    assert recorder.ops == [DENSE if arguments.get("return_lse") else INFERENCE]
+    for result in (out, inferred):
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-6)
+    wanted_grads = torch.autograd.grad(wanted, exact, weight.double())
+    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(grad.double(), wanted_grad, rtol=1e-4, atol=1e-5)
 
 
 def test_through_the_backend_the_site_is_reported() -> None:
@@ -186,9 +226,6 @@ def test_through_the_backend_the_site_is_reported() -> None:
 _USED: dict[str, Any] = {
     "qv": torch.zeros(2, 5, 4, 8),
     "gather_kv_indices": torch.zeros(2, 5, 4, dtype=torch.int32),
-    "window_size": (3, None),
-    "learnable_sink": torch.zeros(4),
-    "softcap": 30.0,
     "num_splits": 2,
     "pack_gqa": True,
     "score_mod": lambda *arguments: arguments[0],
@@ -205,32 +242,57 @@ _USED: dict[str, Any] = {
 
 def test_every_argument_of_fa4_is_carried_or_listed() -> None:
     carried = {"q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse"}
+    carried |= {"window_size", "softcap", "learnable_sink"}
     parameters = inspect.signature(flash_attn_func).parameters
-    assert set(parameters) == carried | set(guards.NOT_CARRIED)
-    assert set(_USED) == set(guards.NOT_CARRIED)
-    for name, unused in guards.NOT_CARRIED.items():
+    assert set(parameters) == carried | set(substitutes.NOT_CARRIED)
+    assert set(_USED) == set(substitutes.NOT_CARRIED)
+    for name, unused in substitutes.NOT_CARRIED.items():
         assert parameters[name].default == unused
 
 
 @pytest.mark.parametrize("name", _USED)
 def test_uncarried_argument_raises_under_fullgraph(name: str) -> None:
     with pytest.raises(Unsupported, match=rf"flash_attn_func\({name}=\.\.\.\)"):
-        _run(lambda q, k, v: flash_attn_func(q, k, v, **{name: _USED[name]}), *_qkv())
+        run(lambda q, k, v: flash_attn_func(q, k, v, **{name: _USED[name]}), *_qkv())
 
 
-@pytest.mark.parametrize("window", [(0, 0), (None, 0), (-1, -1), [2, 2]], ids=str)
-def test_any_window_is_one(window: Any) -> None:
-    """PM-09: 0 is a window, and -1 is not taken for "no window" on FA4's behalf."""
-    with pytest.raises(Unsupported, match="window_size"):
-        _run(lambda q, k, v: flash_attn_func(q, k, v, window_size=window), *_qkv())
+@pytest.mark.parametrize("window", [(-1, None), (None, -1), (-1, 0), (3, -1), (-2, 1)], ids=str)
+def test_one_negative_bound_is_never_reinterpreted(window: Any) -> None:
+    """PM-09: FA4 takes two negative bounds for no window, and one for a bound that hides keys."""
+    with pytest.raises(Unsupported, match="window_size with one negative bound"):
+        run(lambda q, k, v: flash_attn_func(q, k, v, window_size=window), *_qkv())
+
+
+def test_a_negative_left_bound_hides_keys_under_causal_too() -> None:
+    with pytest.raises(Unsupported, match="window_size with one negative bound"):
+        run(lambda *x: flash_attn_func(*x, window_size=(-1, 5), causal=True), *_qkv())
+
+
+@pytest.mark.parametrize("softcap", [None, -5.0, (1.0,)], ids=str)
+def test_softcap_that_is_none_of_the_op_s(softcap: Any) -> None:
+    with pytest.raises(Unsupported, match="softcap that is not a number from 0 on"):
+        run(lambda q, k, v: flash_attn_func(q, k, v, softcap=softcap), *_qkv())
+
+
+def test_autocast_to_another_dtype() -> None:
+    """The op would cast as PyTorch's attention does; FA4 computes in the dtype it is given."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return flash_attn_func(q, k, v)[0]
+
+    with pytest.raises(Unsupported, match="under autocast to another dtype"):
+        run(attend, *_qkv(dtype=torch.float16))
+    out, recorder = run(attend, *_qkv(dtype=torch.bfloat16))
+    assert (out.dtype, len(recorder.calls)) == (torch.bfloat16, 1)
 
 
 def test_shared_keys_of_head_dim_512_are_another_problem() -> None:
     """FA4 computes multi-head latent attention when k is v and D is 512."""
     q, kv = torch.randn(1, 3, 1, 512), torch.randn(1, 3, 1, 512)
     with pytest.raises(Unsupported, match="k is v, head_dim 512"):
-        _run(lambda q, kv: flash_attn_func(q, kv, kv), q, kv)
-    _, recorder = _run(lambda q, kv: flash_attn_func(q, kv, kv), q[..., :64], kv[..., :64])
+        run(lambda q, kv: flash_attn_func(q, kv, kv), q, kv)
+    _, recorder = run(lambda q, kv: flash_attn_func(q, kv, kv), q[..., :64], kv[..., :64])
     assert len(recorder.calls) == 1
 
 
@@ -238,10 +300,10 @@ def test_shared_keys_of_head_dim_512_are_another_problem() -> None:
     "call",
     [
         lambda q, k, v: interface.FlashAttnFunc.apply(q, k, v),
-        lambda q, k, v: flash_attn.cute.flash_attn_varlen_func(q, k, v),
+        lambda q, k, v: interface.FlashAttnVarlenFunc.apply(q, k, v),
         lambda q, k, v: interface._flash_attn_fwd(q, k, v),
     ],
-    ids=["FlashAttnFunc.apply", "flash_attn_varlen_func", "_flash_attn_fwd"],
+    ids=["FlashAttnFunc.apply", "FlashAttnVarlenFunc.apply", "_flash_attn_fwd"],
 )
 def test_other_entries_break_the_graph_instead_of_being_traced(call: Callable[..., Any]) -> None:
     """GB-04: traced into, FA4 gives a graph that allocates an output and launches nothing."""
@@ -251,8 +313,9 @@ def test_other_entries_break_the_graph_instead_of_being_traced(call: Callable[..
     assert recorder.calls == []
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    out, _ = flash_attn_func(q * 2, k, v, softmax_scale=0.3, window_size=(3, None), causal=True)
+def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    window = {"window_size": (3, None), "softcap": 20.0}
+    out, _ = flash_attn_func(q * 2, k, v, softmax_scale=0.3, pack_gqa=True, causal=True, **window)
     return out * 3
 
 
@@ -269,13 +332,14 @@ def test_without_fullgraph_the_original_runs(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(interface.FlashAttnFunc, "apply", stand_in)
     q, k, v = _qkv()
-    result, recorder = _run(_windowed, q, k, v, fullgraph=False)
+    result, recorder = run(_packed, q, k, v, fullgraph=False)
     torch.testing.assert_close(result, (q * 2 + 1) * 3)
     assert recorder.calls == []
     (given,) = seen
-    assert (given["softmax_scale"], given["window_size"], given["causal"]) == (0.3, (3, None), True)
-    unused = {name: value for name, value in guards.NOT_CARRIED.items() if name != "window_size"}
-    assert {name: given[name] for name in unused} == unused
+    used = {"softmax_scale": 0.3, "window_size": (3, None), "softcap": 20.0, "causal": True}
+    unused = {**substitutes.NOT_CARRIED, "return_lse": False, "learnable_sink": None}
+    expected = {**unused, **used, "pack_gqa": True}
+    assert {name: given[name] for name in expected} == expected
 
 
 def test_without_fullgraph_nothing_below_the_original_is_compiled(
@@ -289,7 +353,7 @@ def test_without_fullgraph_nothing_below_the_original_is_compiled(
         codes.append(gm.code)
         return gm.forward
 
-    torch.compile(_windowed, backend=recording)(*_qkv())
+    torch.compile(_packed, backend=recording)(*_qkv())
     assert [any(sign in code for sign in ("* 2", "* 3")) for code in codes] == [True, True]
 
 
@@ -329,7 +393,7 @@ def _ops_in_child(order: tuple[str, ...], references: tuple[str, ...]) -> list[i
 )
 def test_import_order_does_not_matter(order: tuple[str, ...]) -> None:
     """References taken before `import fa_inductor` are found too, wherever they are kept."""
-    references = ("global", "closure", "partial", "attribute", "dict")
+    references = ("global", "closure", "partial", "attribute", "dict", "varlen")
     assert _ops_in_child(order, references) == [1] * len(references)
 
 

@@ -21,13 +21,24 @@ HEAVY = ("flash_attn", "cutlass", "cudnn", "quack", "triton", "torch._dynamo", "
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
     ("errors", "config", "torch_compat"),
-    ("dynamo_compat", "symbolic", "spec"),
-    ("target", "layout", "support"),
+    ("dynamo_compat", "symbolic", "problem", "spec", "varlen_problem"),
+    ("target", "layout"),
+    ("support_row",),
+    ("support_fa4", "support_cudnn"),
+    ("support", "call_cache"),
     ("kernels",),
-    ("op_checks",),
+    ("op_schemas", "op_memory"),
+    ("op_checks", "repairs"),
+    ("op_calls",),
+    ("op_autograd",),
     ("ops",),
+    ("varlen_checks",),
+    ("varlen_calls",),
+    ("varlen_ops", "packed_ops"),
+    ("substitutes",),
     ("guards",),
     ("patterns",),
+    ("times",),
     ("select",),
     ("scopes", "rewrite"),
     ("report",),
@@ -38,8 +49,18 @@ ORDER = (
     ("__main__",),
 )
 INSIDE = {
-    "kernels": (("__init__",), ("reference", "fa4_launch"), ("fa4",)),
-    "patterns": (("family",), ("sdpa", "mha", "op_call"), ("__init__",)),
+    "kernels": (
+        ("__init__",),
+        ("reference", "varlen", "fa4_launch", "cudnn_graph"),
+        ("fa4", "cudnn", "reference_varlen"),
+        ("fa4_varlen",),
+    ),
+    "patterns": (
+        ("family",),
+        ("bias", "packed", "mha_examples"),
+        ("sdpa", "mha", "op_call"),
+        ("__init__",),
+    ),
 }
 
 PACKAGE = Path(fa_inductor.__file__).parent
