@@ -55,8 +55,10 @@ def poison_cuda_free_memory(fraction: float = 0.8) -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    small = [torch.full((size // 4,), float("nan"), device="cuda") for size in _SMALL_BLOCKS * 8]
-    large = torch.full((int(free * fraction) // 4,), float("nan"), device="cuda")
+    # All bits set is NaN in every float dtype; NaN in one dtype need not be in another.
+    words = {"fill_value": -1, "dtype": torch.int32, "device": "cuda"}
+    small = [torch.full((size // 4,), **words) for size in _SMALL_BLOCKS * 8]
+    large = torch.full((int(free * fraction) // 4,), **words)
     torch.cuda.synchronize()
     del small, large
 

@@ -21,7 +21,7 @@ def _randn(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False)
 
 
 def _compile(fn: Any, *, dynamic: bool | None = None, **options: Any) -> Any:
-    options.setdefault("fa.on_fallback", "ignore")
+    options = {"fa.on_fallback": "ignore", "fa.kernels": ("fa4",), **options}
     return torch.compile(
         fn, backend="fa_inductor", fullgraph=True, dynamic=dynamic, options=options
     )
@@ -38,11 +38,13 @@ def test_pinned_inside(pinned: str) -> None:
             return F.scaled_dot_product_attention(q, k, v)
 
     q, k, v = (_randn(2, 4, 128, 64) for _ in range(3))
-    out, report = run_reported(_compile(f), q, k, v)
-    assert kernels_of(report) == ["fa4" if pinned == "FLASH_ATTENTION" else None]
+    compiled = _compile(f, **{"fa.kernels": ("cudnn", "fa4")})
+    out, report = run_reported(compiled, q, k, v)
+    allowed = {"FLASH_ATTENTION": "fa4", "CUDNN_ATTENTION": "cudnn"}
+    assert kernels_of(report) == [allowed.get(pinned)]
     assert len(report.graphs) == 1
     assert relative_error(out, oracle(q, k, v)) < BF16_TOLERANCE
-    if pinned != "FLASH_ATTENTION":
+    if pinned not in allowed:
         assert f"sdpa_kernel({pinned})" in report.sites[0].reason_texts[0]
 
 
@@ -121,14 +123,21 @@ def test_is_causal_from_a_length() -> None:
     assert graphs <= 3
 
 
+@pytest.mark.parametrize("kernel", ["fa4", "cudnn"])
 @pytest.mark.parametrize("lengths", [(2, 5), (5, 2), (1, 7), (128, 200)], ids=str)
-def test_causal_with_unequal_lengths_stays_top_left(lengths: tuple[int, int]) -> None:
-    """MK-03: FA4 would align bottom-right, so the site is left to core, by name."""
+def test_causal_with_unequal_lengths_stays_top_left(lengths: tuple[int, int], kernel: str) -> None:
+    """MK-03: FA4 would align bottom-right, so the site is left to core, by name; cuDNN runs it."""
     q, k, v = (_randn(1, 1, n, 64, grad=True) for n in (lengths[0], lengths[1], lengths[1]))
-    compiled = _compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    compiled = _compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        **{"fa.kernels": (kernel,)},
+    )
     out, report = run_reported(compiled, q, k, v)
-    assert kernels_of(report) == [None]
-    assert f"Sq {lengths[0]} and Sk {lengths[1]}" in report.sites[0].reason_texts[0]
+    if kernel == "fa4":
+        assert kernels_of(report) == [None]
+        assert f"Sq {lengths[0]} and Sk {lengths[1]}" in report.sites[0].reason_texts[0]
+    else:
+        assert kernels_of(report) == ["cudnn"]
     precise = [t.detach().double().requires_grad_() for t in (q, k, v)]
     wanted = oracle(*precise, causal="top_left")
     assert relative_error(out, wanted) < BF16_TOLERANCE

@@ -84,6 +84,40 @@ def test_difference_from_core_is_the_bf16_noise_floor() -> None:
     assert difference <= 1e-3
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"window_size": (100, None)},
+        {"window_size": (64, 30)},
+        {"window_size": (64, -1), "causal": True},
+        {"softcap": 5.0},
+        {"learnable_sink": torch.linspace(-1, 2, 4)},
+    ],
+    ids=str,
+)
+def test_carried_arguments_are_eager_s(given: dict[str, Any]) -> None:
+    """Windows as FA4 resolves them, softcap and sink: bit by bit, the sink's gradient close."""
+    inputs = _inputs(300, grad=True, heads=4)
+    sink = [given["learnable_sink"].cuda().requires_grad_()] if "learnable_sink" in given else []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sink: torch.Tensor) -> Any:
+        rest = {"learnable_sink": sink[0]} if sink else {}
+        return flash_attn_func(q, k, v, deterministic=True, **{**given, **rest})[0]
+
+    leaves = [*inputs, *sink]
+    grad_out = torch.randn_like(inputs[0])
+    expected = attend(*leaves)
+    wanted = torch.autograd.grad(expected, leaves, grad_out)
+    compiled = torch.compile(attend, fullgraph=True, backend="fa_inductor")
+    actual = _poisoned(lambda: compiled(*leaves))
+    assert torch.equal(actual, expected)
+    grads = _poisoned(lambda: torch.autograd.grad(actual, leaves, grad_out))
+    assert all(map(torch.equal, grads[:3], wanted[:3]))
+    assert all(relative_error(*pair) < 1e-4 for pair in zip(grads[3:], wanted[3:], strict=True))
+    with torch.no_grad():  # without a gradient to come, the op of inference
+        assert torch.equal(_poisoned(lambda: compiled(*(t.detach() for t in leaves))), expected)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_lse_gradient_matches_eager(causal: bool) -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -104,7 +138,7 @@ def test_lse_gradient_matches_eager(causal: bool) -> None:
 
 def test_an_argument_that_is_not_carried_runs_eagerly_and_right() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flash_attn_func(q * 1, k, v, window_size=(64, 0))[0]
+        return flash_attn_func(q * 1, k, v, pack_gqa=False)[0]
 
     q, k, v = _inputs(512, heads=4)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Whole models on a GPU: one graph, right numbers, sites with masks named as fallbacks."""
+"""Whole models on a GPU: one graph, right numbers, sites with masks on cuDNN."""
 
 from __future__ import annotations
 
@@ -78,9 +78,10 @@ def test_transformers_model(name: str) -> None:
     assert relative_error(out.logits, expected) < max(
         MODEL_TOLERANCE, 2 * relative_error(eager, expected)
     )
+    # Every site has a dense bool mask: FA4's reason, and cuDNN or what is measured to equal it.
     for site in report.sites:
-        if site.kernel is None:
-            assert any("attn_mask bool" in text for text in site.reason_texts)
+        assert site.kernel in ("cudnn", "core")
+        assert any("attn_mask bool" in text for text in site.reasons["fa4"])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -109,7 +110,8 @@ def test_training_step_of_the_demo_model(length: int, checkpointed: bool) -> Non
     compiled = torch.compile(lambda t: loss_of(model, t), backend="fa_inductor", fullgraph=True)
     poison_cuda_free_memory()
     ours, report = run_reported(lambda: demo._step(compiled, parameters, (tokens,)))
-    assert kernels_of(report) == ["fa4", "fa4"]
+    assert len(report.sites) == 2
+    assert set(kernels_of(report)) <= {"fa4", "cudnn"}
     for actual, reference, plain in zip(ours, expected, eager, strict=True):
         assert torch.isfinite(actual).all()
         assert relative_error(actual, reference) < max(1e-2, 2 * relative_error(plain, reference))

@@ -23,7 +23,7 @@ def _leaf(shape: tuple[int, ...], order: tuple[int, ...] = (0, 2, 1), dtype=torc
 
 def _check(q, k, v, causal: str = "none", scale: float | None = None, grad: bool = True) -> None:
     """Op on fa4 against the float64 oracle; out, lse and gradients have no NaN left."""
-    arguments = (scale, causal, [0, 2, 1, 3], False, "fa4")
+    arguments = (scale, causal, "BSHD", False, "fa4")
     poison_cuda_free_memory(0.3)
     out, lse = ops.attention(q, k, v, *arguments)
     tolerance = TOLERANCE[q.dtype]
@@ -132,7 +132,7 @@ def test_packed_views_and_oddly_strided_inputs() -> None:
 def test_grad_out_of_any_layout(layout: str) -> None:
     """ST-08: the same gradients whatever the layout of grad_out."""
     q, k, v = (_leaf((2, 4, 200, 64)) for _ in range(3))
-    out, _ = ops.attention(q, k, v, None, "none", [0, 2, 1, 3], True, "fa4")
+    out, _ = ops.attention(q, k, v, None, "none", "BSHD", True, "fa4")
     base = torch.randn(2, 4, 200, 64, device="cuda", dtype=torch.bfloat16)
     grad_out = {
         "contiguous": base,
@@ -171,7 +171,7 @@ def _opcheck_inputs() -> dict[str, tuple[torch.Tensor, ...]]:
 )
 def test_opcheck(name: str) -> None:
     q, k, v = _opcheck_inputs()[name]
-    arguments = (None, "bottom_right", [0, 2, 1, 3], True, "fa4")
+    arguments = (None, "bottom_right", "BSHD", True, "fa4")
     torch.library.opcheck(ops.attention, (q, k, v, *arguments), atol=2e-2, rtol=2e-2)
     q, k, v = (t.detach() for t in (q, k, v))
     out, lse = ops.attention(q, k, v, *arguments)
@@ -193,7 +193,7 @@ def test_empty_inputs() -> None:
         ((2, 4, 16, 64), (2, 4, 0, 64)),
     ]:
         q, k, v = _leaf(shape_q), _leaf(shape_k), _leaf(shape_k)
-        out, lse = ops.attention(q, k, v, None, "none", [0, 2, 1, 3], False, "fa4")
+        out, lse = ops.attention(q, k, v, None, "none", "BSHD", False, "fa4")
         assert out.shape == shape_q
         assert (out == 0).all()
         assert torch.isneginf(lse).all()
