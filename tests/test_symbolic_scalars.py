@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -41,7 +42,8 @@ def test_a_symbolic_scale_is_guarded_to_be_positive_on_fa4() -> None:
     planned: list[str | None] = []
 
     def backend(gm: torch.fx.GraphModule, _: object) -> object:
-        sites = run(gm, Config(on_fallback="ignore"), Target.of_name("sm_90a"), apply=False)
+        config = Config(kernels=("fa4",), on_fallback="ignore")
+        sites = run(gm, config, Target.of_name("sm_90a"), apply=False)
         planned.extend(site.kernel for site in sites)
         return gm.forward
 
@@ -55,11 +57,31 @@ def test_a_symbolic_scale_is_guarded_to_be_positive_on_fa4() -> None:
     assert planned == [None]
 
 
+def attended(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
+    return module(x, x, x, need_weights=False)[0]
+
+
 def test_a_dropout_that_becomes_a_symbol_is_never_dropped() -> None:
-    compiled = compile_quick(attend)
-    for dropout_p in (0.0, 0.5, 0.9):
-        q, k, v = (torch.randn(2, 4, 64, 8) for _ in range(3))
-        out, report = run_reported(compiled, Attention(0.3, dropout_p), q, k, v)
-        assert set(kernels_of(report)) <= {"reference" if dropout_p == 0 else None}
-        exact = relative_error(out, oracle(q, k, v, scale=0.3)) < 1e-5
-        assert exact is (dropout_p == 0)
+    """Nor is it a fallback: it is fixed, in the attempt that Dynamo throws away as well."""
+    compiled = compile_quick(attend, on_fallback="error")
+    v = torch.eye(64).expand(2, 4, 64, 64)  # so that the output is the weights
+    with poisoned():
+        for dropout_p in (0.0, 0.5, 0.9, 0.3):
+            q, k = (torch.randn(2, 4, 64, 8) for _ in range(2))
+            out, report = run_reported(compiled, Attention(0.3, dropout_p), q, k, v)
+            assert {site.spec and site.spec.dropout_p for site in report.sites} == {dropout_p}
+            assert float(out.eq(0).float().mean()) == pytest.approx(dropout_p, abs=0.02)
+            exact = relative_error(out, oracle(q, k, v, scale=0.3)) < 1e-5
+            assert exact is (dropout_p == 0)
+
+
+def test_dropouts_that_differ_between_pytorch_s_modules() -> None:
+    compiled = compile_quick(attended, on_fallback="error")
+    x = torch.randn(2, 7, 16)
+    with poisoned():
+        for dropout_p in (0.0, 0.5, 0.9, 0.3):
+            module = nn.MultiheadAttention(16, 2, dropout=dropout_p, batch_first=True)
+            out, report = run_reported(compiled, module, x)
+            assert {site.spec and site.spec.dropout_p for site in report.sites} == {dropout_p}
+            whole = attended(module.eval(), x).detach()
+            assert (relative_error(out.detach(), whole) < 1e-5) is (dropout_p == 0)
