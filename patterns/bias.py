@@ -67,13 +67,14 @@ def additive(emit: Emitter, hidden: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def without_lost_rows(emit: Emitter, bias: fx.Node, q: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """(bias, q) for which kernels compute what float32 arithmetic gives for the float `bias`.
+    """(bias, q) for which kernels get the rows of the float `bias` right in which all is huge.
 
     Kernels add a bias to scores in the exponent: where every element of a row is huge, as where
     padding masks a whole row with the lowest number, the row is lost (measured with cuDNN 9.19).
-    Softmax does not change when a row is shifted by its largest element; and where the score is
-    lost in the float32 sum anyway, the query is made 0, so that such a row is the mean of its
-    values.
+    Softmax does not change when a row is shifted by its largest element, so up to 1e30 the result
+    is exact, where float32 sums would lose digits of the score. Beyond, nothing of the score is
+    left in such a sum: the query is made 0, so that the row is the mean of its values, as PyTorch
+    has it.
     """
     largest = emit.call("amax", emit.call("detach", bias), -1, True)
     size = emit.call("abs", largest)
