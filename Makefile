@@ -3,6 +3,7 @@
 #   make test              set up .venv and run the CPU tests
 #   make test TORCH=2.14.1 the same with another PyTorch, in an environment of its own
 #   make test-gpu          run the GPU tests with the python3 on the path (see CONTRIBUTING.md)
+#   make sanitize-gpu      a reduced matrix of both kernels under compute-sanitizer's memcheck
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -16,7 +17,7 @@ endif
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu venv clean
+.PHONY: demo test test-gpu sanitize-gpu venv clean
 
 venv: $(READY)
 
@@ -37,6 +38,10 @@ test: $(READY)
 
 test-gpu:
 	$(PYTHON) -m pytest tests/gpu -m gpu
+
+# API errors are left out: cuda-python asks for functions that a driver may not have.
+sanitize-gpu:
+	compute-sanitizer --tool memcheck --report-api-errors no $(PYTHON) tests/gpu/sanitizer_cases.py
 
 clean:
 	rm -rf .venv .venv-torch* build dist *.egg-info
