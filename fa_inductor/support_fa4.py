@@ -162,7 +162,7 @@ ROWS: tuple[Row, ...] = (
         "fa4",
         "size",
         f"batch and heads up to {check.LARGEST_GRID}",
-        "measured on an H200: the backward's launch fails",
+        "measured on an H200: the launch fails",
         check.large_grid,
     ),
     Row("fa4", "mask", "no attn_mask", "FA4 takes masks as mask_mod only", check.any_mask),
