@@ -49,3 +49,9 @@ def run(fn: Callable[..., Any], *tensors: Tensor, **options: Any) -> tuple[Any, 
     recorder = Recorder()
     options.setdefault("fullgraph", True)
     return torch.compile(fn, backend=recorder, **options)(*tensors), recorder
+
+
+def dense_inputs(grad: bool = False, **options: Any) -> list[Tensor]:
+    """FA4's layout (B, S, H, D): four query heads on two, longer keys than queries."""
+    shapes = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 16))
+    return [torch.randn(shape, requires_grad=grad, **options) for shape in shapes]

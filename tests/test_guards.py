@@ -1,6 +1,6 @@
 """User code that calls FlashAttention-4 itself: in a graph it is our op, or an honest break.
 
-`flash_attn_varlen_func` has its own file, `test_guards_varlen.py`.
+What breaks the graph: `test_guards_breaks.py`; `flash_attn_varlen_func`: `test_guards_varlen.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import flash_attn.cute
 import pytest
 import torch
-from fa4_calls import DENSE, INFERENCE, Recorder, run
+from fa4_calls import DENSE, INFERENCE, Recorder, dense_inputs, run
 from flash_attn.cute import interface
 from sequence_oracle import batched
-from torch import Tensor, fx
-from torch._dynamo.exc import Unsupported
+from torch import Tensor
 
 import fa_inductor
 from fa_inductor import dynamo_compat, substitutes
@@ -30,12 +28,6 @@ from helpers import clone_inputs, oracle
 from poison import poisoned
 
 flash_attn_func = flash_attn.cute.flash_attn_func
-
-
-def _qkv(grad: bool = False, **options: Any) -> list[Tensor]:
-    """FA4's layout (B, S, H, D): four query heads on two, longer keys than queries."""
-    shapes = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 16))
-    return [torch.randn(shape, requires_grad=grad, **options) for shape in shapes]
 
 
 def _bhsd(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -70,7 +62,7 @@ _CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
 def test_call_becomes_the_op(given: dict[str, Any], expected: dict[str, Any], grad: bool) -> None:
     """... with each argument in its place, and FA4's own output layout in the fake."""
-    leaves = _qkv(grad)
+    leaves = dense_inputs(grad)
     (out, lse), recorder = run(lambda q, k, v: flash_attn_func(q, k, v, **given), *leaves)
     with_lse = grad or given.get("return_lse", False)
     assert recorder.ops == [DENSE if with_lse else INFERENCE]
@@ -90,7 +82,7 @@ def test_call_becomes_the_op(given: dict[str, Any], expected: dict[str, Any], gr
 
 
 def test_positional_arguments_keep_their_meaning() -> None:
-    q, k, v = _qkv()
+    q, k, v = dense_inputs()
     call = (None, None, 0.25, True, (4, 1))  # qv, gather_kv_indices, softmax_scale, causal, window
     _, recorder = run(lambda q, k, v: flash_attn_func(q, k, v, *call), q, k, v)
     names = ("scale", "causal", "window_left", "window_right")
@@ -102,7 +94,7 @@ def test_positional_arguments_keep_their_meaning() -> None:
 )
 def test_the_function_compiled_by_itself(entry: Callable[..., Any]) -> None:
     """GB-04: `torch.compile(flash_attn_func)`, with no function of the user's around it."""
-    _, recorder = run(entry, *_qkv())
+    _, recorder = run(entry, *dense_inputs())
     assert len(recorder.calls) == 1
 
 
@@ -110,7 +102,7 @@ def test_the_function_compiled_by_itself(entry: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_values_and_gradients_equal_the_definition(causal: bool, scale: float | None) -> None:
     """MK-03: causal is aligned bottom-right, FA4's way, also where the lengths differ."""
-    given = _qkv(grad=True)
+    given = dense_inputs(grad=True)
     exact = clone_inputs(*given, dtype=torch.float64)
     kind = "bottom_right" if causal else "none"
     expected = oracle(*_bhsd(exact), causal=kind, scale=scale).transpose(1, 2)
@@ -132,7 +124,7 @@ def test_values_and_gradients_equal_the_definition(causal: bool, scale: float | 
 def test_lse_is_there_when_fa4_gives_one(return_lse: bool, grad: bool) -> None:
     """FA4 always returns a pair; lse is not None when asked for or when a gradient may be, and
     differentiable only when asked for."""
-    q, k, v = _qkv(grad)
+    q, k, v = dense_inputs(grad)
     with poisoned():
         result, _ = run(lambda q, k, v: flash_attn_func(q, k, v, return_lse=return_lse), q, k, v)
     assert isinstance(result, tuple)
@@ -150,7 +142,7 @@ def test_lse_is_there_when_fa4_gives_one(return_lse: bool, grad: bool) -> None:
 
 def test_a_sink_alone_is_differentiated() -> None:
     """... so a graph in which nothing else is must not take the op of inference."""
-    q, k, v = _qkv()
+    q, k, v = dense_inputs()
     sink = _SINK.clone().requires_grad_()
     (out, lse), recorder = run(lambda s: flash_attn_func(q, k, v, learnable_sink=s), sink)
     assert recorder.ops == [DENSE]
@@ -164,7 +156,7 @@ def test_a_sink_alone_is_differentiated() -> None:
 
 def test_gradient_of_lse_is_not_dropped() -> None:
     """PM-10: a loss on both outputs."""
-    given = _qkv(grad=True)
+    given = dense_inputs(grad=True)
     exact = clone_inputs(*given, dtype=torch.float64)
     with poisoned():
         (out, lse), _ = run(lambda *x: flash_attn_func(*x, return_lse=True), *given)
@@ -182,7 +174,7 @@ def test_what_each_argument_computes(
 ) -> None:
     """Values and gradients, the sink's too."""
     arguments, expected = given
-    q, k, v = _qkv(grad=True)
+    q, k, v = dense_inputs(grad=True)
     sink = _SINK.clone().requires_grad_() if "sink" in expected else None
     leaves = [q, k, v] if sink is None else [q, k, v, sink]
     weight = torch.randn(2, 5, 4, 16)
@@ -211,7 +203,7 @@ def test_what_each_argument_computes(
 
 def test_through_the_backend_the_site_is_reported() -> None:
     """The user has chosen the kernel; a plan for a named GPU says so, from CPU tensors too."""
-    q, k, v = _qkv(dtype=torch.bfloat16)
+    q, k, v = dense_inputs(dtype=torch.bfloat16)
     report = fa_inductor.explain(
         lambda q, k, v: flash_attn_func(q, k, v, causal=True)[0], target="sm_90a"
     )(q, k, v)
@@ -221,147 +213,11 @@ def test_through_the_backend_the_site_is_reported() -> None:
     ]
 
 
-# --- What is not carried --------------------------------------------------------------------------
-
-_USED: dict[str, Any] = {
-    "qv": torch.zeros(2, 5, 4, 8),
-    "gather_kv_indices": torch.zeros(2, 5, 4, dtype=torch.int32),
-    "num_splits": 2,
-    "pack_gqa": True,
-    "score_mod": lambda *arguments: arguments[0],
-    "score_mod_bwd": lambda *arguments: arguments[0],
-    "mask_mod": lambda *arguments: True,
-    "aux_tensors": [torch.zeros(3)],
-    "aux_scalars": (1.0,),
-    "block_sparse_tensors": SimpleNamespace(),
-    "block_sparse_tensors_bwd": SimpleNamespace(),
-    "gather_bwd_recompute_p": True,
-    "gather_bwd_token_chunk": 128,
-}
-
-
-def test_every_argument_of_fa4_is_carried_or_listed() -> None:
-    carried = {"q", "k", "v", "softmax_scale", "causal", "deterministic", "return_lse"}
-    carried |= {"window_size", "softcap", "learnable_sink"}
-    parameters = inspect.signature(flash_attn_func).parameters
-    assert set(parameters) == carried | set(substitutes.NOT_CARRIED)
-    assert set(_USED) == set(substitutes.NOT_CARRIED)
-    for name, unused in substitutes.NOT_CARRIED.items():
-        assert parameters[name].default == unused
-
-
-@pytest.mark.parametrize("name", _USED)
-def test_uncarried_argument_raises_under_fullgraph(name: str) -> None:
-    with pytest.raises(Unsupported, match=rf"flash_attn_func\({name}=\.\.\.\)"):
-        run(lambda q, k, v: flash_attn_func(q, k, v, **{name: _USED[name]}), *_qkv())
-
-
-@pytest.mark.parametrize("window", [(-1, None), (None, -1), (-1, 0), (3, -1), (-2, 1)], ids=str)
-def test_one_negative_bound_is_never_reinterpreted(window: Any) -> None:
-    """PM-09: FA4 takes two negative bounds for no window, and one for a bound that hides keys."""
-    with pytest.raises(Unsupported, match="window_size with one negative bound"):
-        run(lambda q, k, v: flash_attn_func(q, k, v, window_size=window), *_qkv())
-
-
-def test_a_negative_left_bound_hides_keys_under_causal_too() -> None:
-    with pytest.raises(Unsupported, match="window_size with one negative bound"):
-        run(lambda *x: flash_attn_func(*x, window_size=(-1, 5), causal=True), *_qkv())
-
-
-@pytest.mark.parametrize("softcap", [None, -5.0, (1.0,)], ids=str)
-def test_softcap_that_is_none_of_the_op_s(softcap: Any) -> None:
-    with pytest.raises(Unsupported, match="softcap that is not a number from 0 on"):
-        run(lambda q, k, v: flash_attn_func(q, k, v, softcap=softcap), *_qkv())
-
-
-def test_autocast_to_another_dtype() -> None:
-    """The op would cast as PyTorch's attention does; FA4 computes in the dtype it is given."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return flash_attn_func(q, k, v)[0]
-
-    with pytest.raises(Unsupported, match="under autocast to another dtype"):
-        run(attend, *_qkv(dtype=torch.float16))
-    out, recorder = run(attend, *_qkv(dtype=torch.bfloat16))
-    assert (out.dtype, len(recorder.calls)) == (torch.bfloat16, 1)
-
-
-def test_shared_keys_of_head_dim_512_are_another_problem() -> None:
-    """FA4 computes multi-head latent attention when k is v and D is 512."""
-    q, kv = torch.randn(1, 3, 1, 512), torch.randn(1, 3, 1, 512)
-    with pytest.raises(Unsupported, match="k is v, head_dim 512"):
-        run(lambda q, kv: flash_attn_func(q, kv, kv), q, kv)
-    _, recorder = run(lambda q, kv: flash_attn_func(q, kv, kv), q[..., :64], kv[..., :64])
-    assert len(recorder.calls) == 1
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda q, k, v: interface.FlashAttnFunc.apply(q, k, v),
-        lambda q, k, v: interface.FlashAttnVarlenFunc.apply(q, k, v),
-        lambda q, k, v: interface._flash_attn_fwd(q, k, v),
-    ],
-    ids=["FlashAttnFunc.apply", "FlashAttnVarlenFunc.apply", "_flash_attn_fwd"],
-)
-def test_other_entries_break_the_graph_instead_of_being_traced(call: Callable[..., Any]) -> None:
-    """GB-04: traced into, FA4 gives a graph that allocates an output and launches nothing."""
-    recorder = Recorder()
-    with pytest.raises(Unsupported):
-        torch.compile(call, backend=recorder, fullgraph=True)(*_qkv(dtype=torch.bfloat16))
-    assert recorder.calls == []
-
-
-def _packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    window = {"window_size": (3, None), "softcap": 20.0}
-    out, _ = flash_attn_func(q * 2, k, v, softmax_scale=0.3, pack_gqa=True, causal=True, **window)
-    return out * 3
-
-
-def test_without_fullgraph_the_original_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """... with all arguments as given, between two graphs; CPU code stands in for the kernel."""
-    seen: list[dict[str, Any]] = []
-    names = list(inspect.signature(flash_attn_func).parameters)
-
-    @torch._dynamo.disable
-    def stand_in(*arguments: Any) -> tuple[Tensor, None]:
-        assert flash_attn_func.__code__ in [caller.frame.f_code for caller in inspect.stack(0)]
-        seen.append(dict(zip(names, arguments, strict=True)))
-        return arguments[0] + 1, None
-
-    monkeypatch.setattr(interface.FlashAttnFunc, "apply", stand_in)
-    q, k, v = _qkv()
-    result, recorder = run(_packed, q, k, v, fullgraph=False)
-    torch.testing.assert_close(result, (q * 2 + 1) * 3)
-    assert recorder.calls == []
-    (given,) = seen
-    used = {"softmax_scale": 0.3, "window_size": (3, None), "softcap": 20.0, "causal": True}
-    unused = {**substitutes.NOT_CARRIED, "return_lse": False, "learnable_sink": None}
-    expected = {**unused, **used, "pack_gqa": True}
-    assert {name: given[name] for name in expected} == expected
-
-
-def test_without_fullgraph_nothing_below_the_original_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What FA4 calls outside its own folder (CUTLASS, QuACK, TVM-FFI) is no food for Dynamo."""
-    monkeypatch.setattr(interface, "_flash_attn_fwd", lambda q, *_, **__: (q + 1, *(None,) * 4))
-    codes: list[str] = []
-
-    def recording(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        codes.append(gm.code)
-        return gm.forward
-
-    torch.compile(_packed, backend=recording)(*_qkv())
-    assert [any(sign in code for sign in ("* 2", "* 3")) for code in codes] == [True, True]
-
-
 # --- Import order, and what stays as it is --------------------------------------------------------
 
 
 def test_eager_function_is_the_original() -> None:
-    torch.compile(lambda *x: flash_attn_func(*x), backend=Recorder())(*_qkv())
+    torch.compile(lambda *x: flash_attn_func(*x), backend=Recorder())(*dense_inputs())
     assert flash_attn.cute.flash_attn_func is interface.flash_attn_func is flash_attn_func
     assert inspect.getsourcefile(flash_attn_func) == interface.__file__
     if dynamo_compat.compiles_polyfilled_functions():
