@@ -65,6 +65,14 @@ def _single_query_with_sink(spec: AttentionSpec, target: Target) -> str | None:
     )
 
 
+def _lengths_beside(spec: AttentionSpec, _: Target) -> str | None:
+    if not spec.has_seqlens:
+        return None
+    if spec.has_sink:
+        return "a sink with sequence lengths"
+    return "a gradient of the mask with sequence lengths" if spec.bias_needs_grad else None
+
+
 def _more_queries_than_keys(spec: AttentionSpec) -> str | None:
     sq, sk = spec.lengths
     if symbolic.guarded(sq <= sk):
@@ -237,6 +245,13 @@ ROWS: tuple[Row, ...] = (
         "more than one query",
         FRONTEND,
         _single_query_with_sink,
+    ),
+    Row(
+        "cudnn",
+        "lengths",
+        "neither a sink nor a gradient of the mask beside sequence lengths",
+        "a sequence without keys gives NaN before 9.25, which would reach what all share",
+        _lengths_beside,
     ),
     Row(
         "cudnn",

@@ -232,6 +232,7 @@ CUDNN_BREAKS = [
     cudnn("head_dim", "head_dim 256", AMPERE, d=256),
     cudnn("length", "Sq = Sk = 1", sq=1, sk=1),
     cudnn("sink", "Sq = 1 with a sink", sq=1, has_sink=True),
+    cudnn("lengths", "a sink with sequence lengths", has_sink=True, has_seqlens=True),
     cudnn("causal, window", "Sq 256 > Sk 128", sq=256, causal="bottom_right"),
     cudnn("causal, window", "Sq 256 > Sk 128", sq=256, window=(16, None)),
     cudnn("causal, window", "Sq 256 > Sk 128", sq=256, window=(16, 0), causal="top_left"),

@@ -22,6 +22,7 @@ from cudnn_stub import (
 )
 from torch import Tensor
 
+from fa_inductor.errors import ShapeError
 from fa_inductor.kernels import cudnn
 from fa_inductor.kernels.cudnn_graph import Layout, build
 from fa_inductor.op_memory import outputs
@@ -173,3 +174,16 @@ def test_what_else_is_told() -> None:
     assert "use_deterministic_algorithm" not in arguments
     assert plan.graph.options["io_data_type"] == "bfloat16"
     assert plan.graph.options["compute_data_type"] == "float"
+
+
+def test_what_an_empty_sequence_would_reach_is_refused(machine: Machine) -> None:
+    """A sequence without keys gives NaN inside; sinks and a mask's gradient are sums over all."""
+    short = lengths(6, 0)
+    for call in (forward, backward):
+        with pytest.raises(ShapeError, match="no sink beside sequence lengths"):
+            call(inputs_of(sink=torch.zeros(4), seqlens_k=short))
+    bias = torch.zeros(1, 4, 5, 6, dtype=BF16)
+    masked = inputs_of(bias=bias, seqlens_k=short)
+    with pytest.raises(ShapeError, match="no gradient of a bias beside sequence lengths"):
+        backward(masked, bias=torch.zeros_like(bias))
+    assert machine.library.graphs == []

@@ -124,6 +124,8 @@ def backward(
             "Kernel cudnn has no gradient through lse; use lse.detach(), or name fa4."
         )
     inputs, mends = _with_both_lengths(inputs)
+    if mends and grads.bias is not None:
+        raise ShapeError("Kernel cudnn has no gradient of a bias beside sequence lengths.")
     given, inputs = inputs, _with_float32_sink(inputs)
     grad_bias, grad_sink = grads.bias, grads.sink
     if grad_sink is not None and given is not inputs:
@@ -167,6 +169,8 @@ def _check(problem: Problem, inputs: Inputs) -> None:
         raise ShapeError(f"Kernel cudnn has no softcap, got {problem.softcap}; name fa4.")
     if problem.dropout_p >= 1.0:
         raise ShapeError("Kernel cudnn takes dropout_p below 1, got 1.0: its output is zero.")
+    if inputs.sink is not None and (inputs.seqlens_q is not None or inputs.seqlens_k is not None):
+        raise ShapeError("Kernel cudnn has no sink beside sequence lengths; name fa4.")
 
 
 @dataclass(frozen=True)
