@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import kernels, op_autograd, op_calls, op_checks, op_memory, repairs, torch_compat
 from .call_cache import Call
@@ -55,6 +56,12 @@ def _fake_views(packed: Tensor, *views: View) -> list[Tensor]:
     return [packed.as_strided(v[:4], v[4:8], offset + v[8]) for v in views]
 
 
+def _refuse_tangents(name: str, *tensors: Tensor | None) -> None:
+    """Here, as the views have lost them."""
+    if forward_ad._current_level >= 0:
+        op_calls.refuse_tangents(name, tensors)
+
+
 def _check(packed: Tensor, *views: View) -> None:
     elements = sum(b * h * s * d for b, h, s, d, *_ in views)
     if elements != packed.numel():
@@ -78,6 +85,7 @@ def _forward(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     _check(packed, q, k, v)
+    _refuse_tangents("attention_packed", packed)
     tensors = _views(packed, q, k, v)
     arguments = (scale, causal, out_order, deterministic, kernel)
     return op_calls.attention_forward(tensors[0], tensors[1], tensors[2], *arguments)
@@ -116,6 +124,7 @@ def _gradients(
     kernel: str,
 ) -> Tensor:
     _check(packed, q, k, v)
+    _refuse_tangents("attention_packed_backward", packed, grad_out, grad_lse, out, lse)
     views = (tuple(q), tuple(k), tuple(v))
     scalars = (*views, scale, causal, deterministic, kernel, grad_lse is None)
     looked_at = (packed, out, lse, grad_out) if grad_lse is None else ()

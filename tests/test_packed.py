@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 
 from comparison import compare_with_eager
 from fa_inductor import compile_pass, packed_ops
 from fa_inductor.config import Config
-from fa_inductor.errors import ShapeError
+from fa_inductor.errors import DerivativeError, ShapeError
 from fa_inductor.kernels import reference
 from helpers import compile_reference
 from poison import poisoned
@@ -191,3 +192,17 @@ def test_what_is_not_filled_or_not_contiguous_is_refused() -> None:
         packed_ops.attention_packed(packed, *VIEWS[:2], [1] * 9, *ARGUMENTS)
     with pytest.raises(ShapeError, match="packed must be contiguous"):
         packed_ops.attention_packed(packed.transpose(0, 1), *VIEWS, *ARGUMENTS)
+
+
+def test_tangents_are_refused_below_autograd_too() -> None:
+    """What a compiled graph does with a dual tensor: the views would lose its tangent."""
+    packed = torch.randn(B, S, 3, H, D)
+    out, lse = packed_ops.attention_packed(packed, *VIEWS, *ARGUMENTS)
+    saved = (out, None, packed, out, lse, *VIEWS, None, "top_left", True, "reference")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(packed, torch.ones_like(packed))
+        with pytest.raises(DerivativeError, match=r"fa_inductor\.attention_packed"):
+            packed_ops.attention_packed_forward(dual, *VIEWS, *ARGUMENTS)
+        dual = forward_ad.make_dual(out, torch.ones_like(out))
+        with pytest.raises(DerivativeError, match=r"attention_packed_backward"):
+            packed_ops.attention_packed_gradients(dual, *saved[1:])
