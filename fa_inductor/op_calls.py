@@ -65,15 +65,9 @@ def attention_forward(
             calls.repeated += 1
             return made[0], made[1]
     inputs = Inputs(q, k, v, *extras)
-    problem = Problem(
-        default_scale(q.shape[-1]) if scale is None else scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        dropout_p,
-        deterministic,
-    )
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    numbers = (causal, window_left, window_right, softcap, dropout_p, deterministic)
+    problem = Problem(scale, *numbers)
     out, lse, repeat = _first_forward(inputs, problem, out_order, kernel, with_lse)
     if repeat is not None:
         calls.add(scalars, given, Call(given, (out, lse), repeat))
@@ -148,14 +142,8 @@ def attention_inference(
             calls.repeated += 1
             return made[0]
     inputs = Inputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extras)
-    problem = Problem(
-        default_scale(q.shape[-1]) if scale is None else scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        dropout_p,
-    )
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    problem = Problem(scale, causal, window_left, window_right, softcap, dropout_p)
     out, _, repeat = _first_forward(inputs, problem, out_order, kernel, False)
     out = out.transpose(1, 2)
     on_bshd = getattr(repeat, "on_bshd", None)
@@ -241,15 +229,9 @@ def _gradients(
             call.repeat((*given, *_in_places(made, bias_grad, sink_grad)))
             calls.repeated += 1
             return made
-    problem = Problem(
-        default_scale(q.shape[-1]) if scale is None else scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        dropout_p,
-        deterministic,
-    )
+    scale = default_scale(q.shape[-1]) if scale is None else scale
+    numbers = (causal, window_left, window_right, softcap, dropout_p, deterministic)
+    problem = Problem(scale, *numbers)
     inputs = Inputs(q, k, v, bias, sink, seqlens_q, seqlens_k, rng)
     saved = (out, lse, grad_out, grad_lse)
     made, repeat = _first_gradients(inputs, problem, saved, kernel, (bias_grad, sink_grad))
