@@ -28,6 +28,10 @@ _FUNCTIONS = frozenset(
     [operator.getitem, *(getattr(torch, name) for name in _METHODS if hasattr(torch, name))]
 )
 
+# Elements of a projection for which it pays, measured on an H200 with benchmarks/packed_step.py: a
+# step of 50 to 100 million elements is 2 % faster, one of 25 million is bound by the CPU and slower.
+WORTH_FROM = 1 << 25
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -49,7 +53,9 @@ def packed_source(tensors: Sequence[fx.Node]) -> Packed | None:
     parts = [example_of(node) for node in tensors]
     if not all(_is_part(part, whole) for part in parts) or not _is_static(whole, *parts):
         return None
-    if not whole.is_contiguous() or sum(part.numel() for part in parts) != whole.numel():
+    if whole.numel() < WORTH_FROM or not whole.is_contiguous():
+        return None
+    if sum(part.numel() for part in parts) != whole.numel():
         return None
     views = tuple(
         (*part.shape, *part.stride(), part.storage_offset() - whole.storage_offset())

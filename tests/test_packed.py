@@ -17,11 +17,17 @@ from fa_inductor import compile_pass, packed_ops
 from fa_inductor.config import Config
 from fa_inductor.errors import DerivativeError, ShapeError
 from fa_inductor.kernels import reference
+from fa_inductor.patterns import packed as packed_pattern
 from helpers import compile_reference
 from poison import poisoned
 
 B, S, H, D = 2, 6, 4, 8
 attend = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_pattern, "WORTH_FROM", 0)
 
 
 def _bs3hd(p: Tensor) -> Tensor:
@@ -89,9 +95,12 @@ def _with_a_gap(p: Tensor) -> Tensor:
     return attend(q, k, v)
 
 
+_MASK = torch.rand(S, S, generator=torch.Generator().manual_seed(0)) > 0.3
+
+
 def _masked(p: Tensor) -> Tensor:
     q, k, v = p.view(B, S, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
-    return attend(q, k, v, torch.ones(S, S, dtype=torch.bool).tril())
+    return attend(q, k, v, _MASK)
 
 
 def _copied(p: Tensor) -> Tensor:
@@ -137,6 +146,13 @@ def test_views_that_fill_a_projection(fn: Callable[[Tensor], Tensor]) -> None:
 def test_what_does_not_fill_one_is_an_attention_of_three(fn: Callable[[Tensor], Tensor]) -> None:
     ops: list[str] = []
     compare_with_eager(_projected(fn), _compiled(_projected(fn), ops), _inputs())
+    assert ops == ["attention"]
+
+
+def test_a_small_projection_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_pattern, "WORTH_FROM", B * S * 3 * H * D + 1)
+    ops: list[str] = []
+    compare_with_eager(_projected(_bs3hd), _compiled(_projected(_bs3hd), ops), _inputs())
     assert ops == ["attention"]
 
 
