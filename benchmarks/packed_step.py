@@ -47,7 +47,8 @@ def compiled_step(block: Block, x: Tensor, packed: bool) -> Callable[[], None]:
     def backend(gm: Any, inputs: Any) -> Any:  # one of its own: else both would share their code
         return fa_inductor(gm, inputs)
 
-    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    # Sizes that are symbolic since an earlier shape was another are not packed.
+    compiled = torch.compile(block, backend=backend, fullgraph=True, dynamic=False)
 
     def step() -> None:
         compiled(x).float().square().mean().backward()
