@@ -17,7 +17,7 @@ from torch import fx
 from . import kernels, layout, symbolic
 from .config import Config
 from .patterns import FAMILIES
-from .patterns.family import Family, NotUnderstood, Scope, Site
+from .patterns.family import Family, NotUnderstood, Scope, Site, source_of
 from .scopes import program_order, scopes
 from .select import choose
 from .spec import AttentionSpec
@@ -167,7 +167,7 @@ def _record(
 ) -> SiteRecord:
     return SiteRecord(
         family.NAME,
-        _source(node),
+        source_of(node),
         _module_path(node),
         spec,
         kernel,
@@ -178,17 +178,12 @@ def _record(
 
 
 def _notes(spec: AttentionSpec, kernel: str | None) -> tuple[str, ...]:
+    notes = (spec.proven,) if spec.proven else ()
     sizes = [size for size in (*spec.q.shape, *spec.k.shape) if not symbolic.is_static(size)]
     if kernel != "cudnn" or not sizes:
-        return ()
+        return notes
     names = ", ".join(dict.fromkeys(map(symbolic.text, sizes)))
-    return (f"cuDNN builds a plan, about 60 ms, for each new value of {names}",)
-
-
-def _source(node: fx.Node) -> str:
-    """`file:line` of the innermost user frame in which Dynamo met the call."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return "{}:{}".format(*frames[-1]) if frames else "unknown"
+    return (*notes, f"cuDNN builds a plan, about 60 ms, for each new value of {names}")
 
 
 def source_line(source: str) -> str:

@@ -68,6 +68,7 @@ def scopes(root: fx.GraphModule) -> list[tuple[fx.GraphModule, Scope]]:
     """Every graph reachable from `root`, outermost first, with its `Scope`."""
     found: list[tuple[fx.GraphModule, Scope]] = []
     deterministic = torch.are_deterministic_algorithms_enabled()
+    handed_in: dict[fx.Node, Sequence[Any]] = {}
     calls: dict[fx.GraphModule, list[_Call]] = {root: [_Call("root", (), _SdpState.now(), None)]}
     for module in _callers_first(root):
         entries = calls.get(module, [])
@@ -76,11 +77,25 @@ def scopes(root: fx.GraphModule) -> list[tuple[fx.GraphModule, Scope]]:
         blocked = _blocked(module, entries)
         flags = dict(_sdp_states(module.graph, entries[0].flags))
         restrictions = {node: state.restriction for node, state in flags.items()}
-        found.append((module, Scope(restrictions, blocked, deterministic)))
+        handed_in.update(_by_placeholder(module, entries))
+        found.append((module, Scope(restrictions, blocked, deterministic, handed_in)))
         for node, body, operands in _bodies(module):
             call = _Call(_name(node), operands, flags[node], blocked)
             calls.setdefault(body, []).append(call)
     return found
+
+
+def _by_placeholder(
+    module: fx.GraphModule, entries: Sequence[_Call]
+) -> Iterator[tuple[fx.Node, list[Any]]]:
+    """For each placeholder of a body, what its calls hand in, where all of them are nodes."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if any(len(call.operands) != len(placeholders) for call in entries):
+        return
+    for place, placeholder in enumerate(placeholders):
+        operands = [call.operands[place] for call in entries]
+        if operands and all(isinstance(each, fx.Node) for each in operands):
+            yield placeholder, operands
 
 
 def _name(node: fx.Node) -> str:

@@ -52,6 +52,8 @@ class AttentionSpec:
     causal: "none"; "top_left": query i sees keys j <= i; "bottom_right": j <= i + Sk - Sq.
     scale: factor on q·k; None means 1/sqrt(D).
     mask: what the attention mask is, in words; None without one.
+    proven: what a mask that is no longer needed was proven to be, in words; it is then in causal
+        and window, and mask is None.
     bias: the mask as the op takes it, (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
         visible) or added to the scores; None without a mask and for one that the op cannot take.
     bias_needs_grad: whether the bias is differentiated.
@@ -74,6 +76,7 @@ class AttentionSpec:
     causal: str = "none"
     scale: float | None = None
     mask: str | None = None
+    proven: str | None = None
     bias: TensorSpec | None = None
     bias_needs_grad: bool = False
     dropout_p: float = 0.0
@@ -122,6 +125,7 @@ class AttentionSpec:
             "causal": self.causal,
             "scale": self.scale,
             "mask": self.mask,
+            "proven": self.proven,
             "dropout_p": self.dropout_p,
             "window": list(self.window),
             "softcap": self.softcap,

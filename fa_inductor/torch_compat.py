@@ -250,3 +250,8 @@ def needs_functorch_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
     if not active or not torch.is_grad_enabled():
         return False
     return any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def lower_bound(shape_env: Any, expr: Any) -> Any:
+    """The least value that a sympy expression of symbolic sizes can have, -oo if it has none."""
+    return adapted(shape_env, "bound_sympy")(expr).lower

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Union
@@ -22,11 +23,15 @@ class Scope:
     sdp_backends: per node, the `SDPBackend` names left enabled there, None when unrestricted.
     blocked: why nothing in this graph may be rewritten, or None.
     deterministic: whether `torch.use_deterministic_algorithms` is on.
+    operands: for each placeholder of a sub-graph, what its calls hand in for it.
+    understood: masks that were looked into before, by node and shape of scores.
     """
 
     sdp_backends: Mapping[fx.Node, tuple[str, ...] | None] = field(default_factory=dict)
     blocked: str | None = None
     deterministic: bool = False
+    operands: Mapping[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    understood: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,12 @@ def tensor_objection(name: str, value: Value) -> str | None:
     if tensor.layout != torch.strided:
         return f"{name} has layout {tensor.layout}"
     return None
+
+
+def source_of(node: fx.Node) -> str:
+    """`file:line` of the innermost user frame in which Dynamo met the call."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return "{}:{}".format(*frames[-1]) if frames else "unknown"
 
 
 def describe(name: str, value: Value) -> str:

@@ -29,7 +29,7 @@ _FUNCTIONS = frozenset(
 )
 
 # Elements of a projection for which it pays, measured on an H200 with benchmarks/packed_step.py: a
-# step of 50 to 100 million elements is 2 % faster, one of 25 million is bound by the CPU and slower.
+# step of 100 million elements is 2 % faster, one of 25 million is bound by the CPU and slower.
 WORTH_FROM = 1 << 25
 
 

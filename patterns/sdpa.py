@@ -26,6 +26,7 @@ from .family import (
     tensor_objection,
 )
 from .packed import Packed, packed_source
+from .visible import band_of, words_of
 
 NAME = "sdpa"
 ANCHORS = (
@@ -83,7 +84,13 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     if scale is None and symbolic.is_static(q.shape[3]):
         scale = default_scale(symbolic.as_int(q.shape[3]))
     mask = arguments["attn_mask"]
-    bias = None if mask is None else bias_spec(example_of(mask), (*out.shape[:3], k.shape[2]))
+    causal, window, proven = "top_left" if arguments["is_causal"] else "none", (None, None), None
+    scores = (*out.shape[:3], k.shape[2])
+    if mask is not None and not arguments["is_causal"]:
+        band = band_of(mask, scores, scope)
+        if band is not None:
+            causal, window, proven, mask = band.causal, band.window, band.words, None
+    bias = None if mask is None else bias_spec(example_of(mask), scores)
     if isinstance(bias, str):
         return NotUnderstood(node, f"attn_mask has {bias}")
     spec = AttentionSpec(
@@ -91,12 +98,14 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         k,
         v,
         out.dtype,
-        causal="top_left" if arguments["is_causal"] else "none",
+        causal=causal,
         scale=scale,
-        mask=None if mask is None else describe("attn_mask", mask),
+        mask=None if mask is None else _mask_in_words(mask, scores, scope),
+        proven=proven,
         bias=bias,
         bias_needs_grad=mask is not None and example_of(mask).requires_grad,
         dropout_p=_dropout_p(arguments["dropout_p"]),
+        window=window,
         needs_grad=out.requires_grad,
         deterministic=scope.deterministic,
         sdp_backends=scope.sdp_backends.get(node),
@@ -104,6 +113,11 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     given = arguments["scale"]
     scale = given if isinstance(given, fx.Node) else scale
     return Site(node, spec, _Call(tensors, expand, scale, mask))
+
+
+def _mask_in_words(mask: fx.Node, scores: Sequence[Any], scope: Scope) -> str:
+    words = words_of(mask, scores, scope)
+    return describe("attn_mask", mask) + (f": {words}" if words else "")
 
 
 def rewrite(site: Site, kernel: str) -> None:
@@ -133,7 +147,8 @@ def rewrite(site: Site, kernel: str) -> None:
 
 def _packed(call: _Call, spec: AttentionSpec, tensors: Sequence[fx.Node]) -> Packed | None:
     """Where q, k and v come from, if their gradients can be written there together."""
-    if not spec.needs_grad or spec.mask or spec.dropout_p or tuple(tensors) != call.tensors:
+    plain = not (spec.mask or spec.dropout_p) and spec.window == (None, None)
+    if not spec.needs_grad or not plain or tuple(tensors) != call.tensors:
         return None
     return packed_source(call.tensors)
 

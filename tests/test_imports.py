@@ -21,7 +21,7 @@ HEAVY = ("flash_attn", "cutlass", "cudnn", "quack", "triton", "torch._dynamo", "
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
     ("errors", "config", "torch_compat"),
-    ("dynamo_compat", "symbolic", "problem", "spec", "varlen_problem"),
+    ("dynamo_compat", "symbolic", "problem", "spec", "varlen_problem", "mask_text"),
     ("target", "layout"),
     ("support_row",),
     ("support_fa4", "support_cudnn"),
@@ -37,6 +37,7 @@ ORDER = (
     ("varlen_ops", "packed_ops"),
     ("substitutes",),
     ("guards",),
+    ("masks",),
     ("patterns",),
     ("times",),
     ("select",),
@@ -55,16 +56,29 @@ INSIDE = {
         ("fa4", "cudnn", "reference_varlen"),
         ("fa4_varlen",),
     ),
+    "masks": (
+        ("__init__",),
+        ("expressions",),
+        ("spaces",),
+        ("graphs",),
+        ("graph_ops", "graph_views"),
+        ("terms",),
+    ),
     "patterns": (
         ("family",),
-        ("bias", "packed", "mha_examples"),
+        ("bias", "packed", "visible", "mha_examples"),
         ("sdpa", "mha", "op_call"),
         ("__init__",),
     ),
 }
 
 PACKAGE = Path(fa_inductor.__file__).parent
-FOLDERS = {"": PACKAGE, "kernels": PACKAGE / "kernels", "patterns": Path(patterns.__file__).parent}
+FOLDERS = {
+    "": PACKAGE,
+    "kernels": PACKAGE / "kernels",
+    "masks": PACKAGE / "masks",
+    "patterns": Path(patterns.__file__).parent,
+}
 SOURCES = {
     f"{folder}/{path.name}".lstrip("/"): path
     for folder, where in FOLDERS.items()

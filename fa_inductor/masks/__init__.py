@@ -1,0 +1,1 @@
+"""Masks understood: from the graph that builds one to what it lets every query see."""

@@ -1,0 +1,85 @@
+"""Masks that only say what a band of keys is: causal, a window, or everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from .family import Scope, source_of
+
+
+@dataclass(frozen=True)
+class Band:
+    """A mask that was proven to be this; causal and window as in `AttentionSpec`.
+
+    words: what it is, for people.
+    """
+
+    causal: str
+    window: tuple[int | None, int | None]
+    words: str
+
+
+def band_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> Band | None:
+    """The band that is all of a mask of scores `shape` (B, H, Sq, Sk); None for any other."""
+    found = _understood(mask, shape, scope)
+    if found is None or not found.is_band:
+        return None
+    band = _aligned(found.left, found.right, found.space)
+    words = f"{_in_words(found)}, proven from the mask at {source_of(mask)}"
+    return None if band is None else Band(*band, words)
+
+
+def words_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> str | None:
+    """What a mask was understood as, for people; None for one that has to be read as it is."""
+    found = _understood(mask, shape, scope)
+    return None if found is None else _in_words(found)
+
+
+def _understood(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> Any:
+    # Imported late: they bring in sympy.
+    from ..masks import terms
+    from ..masks.graphs import Interpreter
+    from ..masks.spaces import Space
+
+    key = (mask, *map(str, shape))
+    if key not in scope.understood:
+        interpreter = Interpreter(mask.graph, Space.of(shape), scope.operands)
+        scope.understood[key] = terms.understand(mask, interpreter)
+    return scope.understood[key]
+
+
+def _in_words(found: Any) -> str:
+    from ..masks import terms
+
+    return terms.in_words(found)
+
+
+def _aligned(left: Any, right: Any, space: Any) -> tuple[str, tuple[int | None, int | None]] | None:
+    """A band along the diagonal j = i as one that kernels have, on either diagonal."""
+    if right is not None and right == 0:
+        bound = _bound(left)
+        return None if bound is _NONE else ("top_left", (bound, None))
+    # Without "top_left", a band lies along the diagonal that ends in the last key.
+    offset = space.lengths[1] - space.lengths[0]
+    left_bound = _bound(None if left is None else left + offset)
+    right_bound = _bound(None if right is None else right - offset)
+    if left_bound is _NONE or right_bound is _NONE:
+        return None
+    if right_bound == 0:
+        return "bottom_right", (left_bound, None)
+    return "none", (left_bound, right_bound)
+
+
+_NONE: Any = object()
+
+
+def _bound(value: Any) -> Any:
+    """A bound as an int from 0 on, None for none, `_NONE` for one that no kernel takes."""
+    if value is None:
+        return None
+    value = value.expand()
+    return int(value) if value.is_Integer and value >= 0 else _NONE
