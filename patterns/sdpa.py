@@ -26,6 +26,7 @@ from .family import (
     tensor_objection,
 )
 from .packed import Packed, packed_source
+from .repeat_kv import shared_heads
 from .visible import band_of, words_of
 
 NAME = "sdpa"
@@ -76,7 +77,12 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     tensors = tuple(arguments[name] for name in ("query", "key", "value"))
     examples = tuple(example_of(tensor) for tensor in tensors)
     out = example_of(node)
-    expand = _broadcast(examples, out.shape, arguments["enable_gqa"])
+    enable_gqa = arguments["enable_gqa"]
+    if not enable_gqa and (shared := shared_heads(*tensors[1:], node)):
+        # Heads of its own for each query: the op shares them without a copy.
+        tensors, enable_gqa = (tensors[0], *shared), True
+        examples = tuple(example_of(tensor) for tensor in tensors)
+    expand = _broadcast(examples, out.shape, enable_gqa)
     if isinstance(expand, str):
         return NotUnderstood(node, expand)
     q, k, v = (_expanded(TensorSpec.of(t), to) for t, to in zip(examples, expand, strict=True))

@@ -20,7 +20,7 @@ HEAVY = ("flash_attn", "cutlass", "cudnn", "quack", "triton", "torch._dynamo", "
 # Modules in the order in which they may import each other: each only what stands before it.
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
-    ("errors", "config", "torch_compat"),
+    ("errors", "config", "torch_compat", "graph_writes"),
     ("dynamo_compat", "symbolic", "problem", "spec", "varlen_problem", "mask_text"),
     ("target", "layout"),
     ("support_row",),
@@ -66,7 +66,9 @@ INSIDE = {
     ),
     "patterns": (
         ("family",),
-        ("bias", "packed", "visible", "mha_examples"),
+        ("bias", "packed", "visible", "mha_examples", "calls"),
+        ("views", "writes"),
+        ("repeat_kv",),
         ("sdpa", "mha", "op_call"),
         ("__init__",),
     ),

@@ -7,7 +7,6 @@ is not understood is a read of the tensor that the node computes: nothing is eve
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import sympy
 import torch
 from torch import fx
 
+from .. import graph_writes
 from . import expressions as ex
 from .expressions import Expr, Number
 from .spaces import Space, size_of
@@ -41,7 +41,7 @@ class Interpreter:
         operands: Mapping[fx.Node, Sequence[Any]] | None = None,
     ) -> None:
         self.space, self._operands = space, operands or {}
-        self._written = _written_storages(graph)
+        self._written = graph_writes.written_storages(graph)
         self._known: dict[tuple[fx.Node, Index], Expr] = {}
         self._callers: dict[fx.Graph, Interpreter] = {}
 
@@ -60,8 +60,7 @@ class Interpreter:
         return self._known[key]
 
     def is_written(self, node: fx.Node) -> bool:
-        tensor = node.meta.get("example_value")
-        return isinstance(tensor, torch.Tensor) and _storage(tensor) in self._written
+        return not self._written.isdisjoint(graph_writes.storages(node))
 
     def _scalar(self, value: Any) -> Expr:
         if isinstance(value, (int, float, bool, torch.SymInt)):
@@ -131,60 +130,6 @@ def _rounded(expr: Expr, dtype: torch.dtype) -> Expr:
     if isinstance(expr, Number) and dtype == torch.int64:
         return expr
     return ex.cast(expr, dtype)
-
-
-# --- What is written to ---------------------------------------------------------------------------
-
-_IN_PLACE_OPERATORS = frozenset(
-    [operator.setitem, operator.delitem]
-    + [
-        getattr(operator, name)
-        for name in operator.__all__
-        if hasattr(operator, f"__{name}__")
-        and name.startswith("i")
-        and name[1:] + "_" * (name[1:] in ("and", "or")) in dir(operator)
-    ]
-)
-
-
-def _written_storages(graph: fx.Graph) -> set[int]:
-    written: set[int] = set()
-    for node in graph.nodes:
-        for target in _written_by(node):
-            tensor = target.meta.get("example_value") if isinstance(target, fx.Node) else None
-            if isinstance(tensor, torch.Tensor):
-                written.add(_storage(tensor))
-    return written
-
-
-def _written_by(node: fx.Node) -> Sequence[Any]:
-    """The operands that a node may write to."""
-    if node.op == "call_method":
-        name = str(node.target)
-        in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-        return node.args[:1] if in_place or name == "__setitem__" else ()
-    if node.op != "call_function":
-        return ()
-    if "out" in node.kwargs:
-        out = node.kwargs["out"]
-        return out if isinstance(out, (tuple, list)) else (out,)
-    target = node.target
-    if target in _IN_PLACE_OPERATORS:
-        return node.args[:1]
-    if getattr(target, "__module__", "") == "_operator":
-        return ()
-    if isinstance(target, torch._ops.OpOverload):
-        return [
-            value
-            for argument, value in zip(target._schema.arguments, node.args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-    name = getattr(target, "__name__", "")
-    return node.args[:1] if name.endswith("_") and not name.endswith("__") else ()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # --- Operations -----------------------------------------------------------------------------------
