@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -220,9 +221,14 @@ def in_words(mask: Mask) -> str:
     return ", ".join(words) or "everything"
 
 
+def _name(node: fx.Node) -> str:
+    """The user's name of an argument, without what Dynamo puts around it."""
+    return re.sub(r"^l_(?:kwargs_|args_)?(.+?)_$", r"\1", node.name)
+
+
 def _term_in_words(term: Expr) -> str:
     reads = list(ex.reads_of(term))
-    names = " and ".join(dict.fromkeys(read.node.name for read in reads))
+    names = " and ".join(dict.fromkeys(_name(read.node) for read in reads))
     is_flag = isinstance(term, Read) or (isinstance(term, Apply) and term.op in ("==", "!="))
     used = set().union(*(n.value.free_symbols for read in reads for n in read.index))
     if is_flag and len(reads) == 1 and ex.symbols_of(term) == used:
