@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from .. import symbolic
+from ..graph_writes import storages, written_storages
 from .calls import call_of
 from .family import example_of
 from .views import View, swapped, without_copies
@@ -69,6 +70,9 @@ def shared_heads(key: fx.Node, value: fx.Node, anchor: fx.Node) -> tuple[fx.Node
     if first.view.steps or second.view.steps:
         return None
     reads = (*first.reads, *second.reads)
+    written = written_storages(anchor.graph)
+    if any(not written.isdisjoint(storages(reader)) for reader, _ in reads):
+        return None  # a repetition that is changed is none any more
     if write_between(reads, anchor, ()) or not all(map(passes_gradients, dict(reads))):
         return None
     return first.view.node, second.view.node

@@ -84,6 +84,22 @@ def test_repeated_keys_that_are_written_to() -> None:
     assert only_spec(outcome).heads == (4, 4)
 
 
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_repetitions_that_are_changed(through_a_view: bool) -> None:
+    """They are no longer what was repeated."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeated_k, repeated_v = repeat_kv(k), repeat_kv(v)
+        if through_a_view:
+            repeated_k[:, 1].mul_(3.0)
+        else:
+            repeated_k[:, 1] = 0.5
+        return attend(q, repeated_k, repeated_v)
+
+    outcome = compare_forward(fn, compile_quick(fn), qkv(kv_heads=2))
+    assert only_spec(outcome).heads == (4, 4)
+
+
 def test_keys_repeated_without_gradient() -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
