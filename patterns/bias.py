@@ -14,7 +14,7 @@ from .family import Emitter, example_of
 
 # Above this a score that is added loses digits that softmax would see: float32 keeps 24 bits.
 _SHIFTED_FROM = 1e3
-# Beyond this a float32 sum is the bias alone, whatever the score is.
+# From here on a float32 sum is the bias alone, whatever the score is.
 _LOST_FROM = 1e30
 
 
@@ -71,15 +71,15 @@ def without_lost_rows(emit: Emitter, bias: fx.Node, q: fx.Node) -> tuple[fx.Node
 
     Kernels add a bias to scores in the exponent: where every element of a row is huge, as where
     padding masks a whole row with the lowest number, the row is lost (measured with cuDNN 9.19).
-    Softmax does not change when a row is shifted by its largest element, so up to 1e30 the result
-    is exact, where float32 sums would lose digits of the score. Beyond, nothing of the score is
-    left in such a sum: the query is made 0, so that the row is the mean of its values, as PyTorch
-    has it.
+    Softmax does not change when a row is shifted by its largest element, so below 1e30 the result
+    is exact, where float32 sums would lose digits of the score. From there on nothing of the score
+    is left in such a sum: the query is made 0, so that the row is the mean of its values, as
+    PyTorch has it.
     """
     largest = emit.call("amax", emit.call("detach", bias), -1, True)
     size = emit.call("abs", largest)
     finite = emit.call(torch.isfinite, largest)
     huge = emit.call(torch.logical_and, emit.call(torch.gt, size, _SHIFTED_FROM), finite)
-    lost = emit.call(torch.logical_and, emit.call(torch.gt, size, _LOST_FROM), finite)
+    lost = emit.call(torch.logical_and, emit.call(torch.ge, size, _LOST_FROM), finite)
     shift = emit.call("masked_fill", largest, emit.call(torch.logical_not, huge), 0.0)
     return emit.call(torch.sub, bias, shift), emit.call("masked_fill", q, lost, 0.0)
