@@ -113,6 +113,7 @@ def _find(
     """Run the families' anchors through the pattern matcher, recording every match."""
     from torch._inductor.pattern_matcher import (
         CallFunctionVarArgs,
+        CallMethodVarArgs,
         Match,
         PatternMatcherPass,
         register_graph_pattern,
@@ -121,7 +122,6 @@ def _find(
     matcher = PatternMatcherPass(pass_name="fa_inductor")
 
     def register(family: Family) -> None:
-        @register_graph_pattern(CallFunctionVarArgs(list(family.ANCHORS)), pass_dict=matcher)
         def record(match: Match, *args: Any, **kwargs: Any) -> None:
             node = match.nodes[-1]
             if node.meta.get(_SEEN) or node in decisions:
@@ -133,6 +133,12 @@ def _find(
             elif isinstance(result, NotUnderstood):
                 left = _not_understood(family, node, result.reason)
                 decisions[node] = _Decision(left, family, None)
+
+        methods = [anchor for anchor in family.ANCHORS if isinstance(anchor, str)]
+        functions = [anchor for anchor in family.ANCHORS if not isinstance(anchor, str)]
+        register_graph_pattern(CallFunctionVarArgs(functions), pass_dict=matcher)(record)
+        if methods:
+            register_graph_pattern(CallMethodVarArgs(methods), pass_dict=matcher)(record)
 
     for family in FAMILIES:
         register(family)
@@ -150,7 +156,7 @@ def _decide(
         return _record(family, site.node, spec, site.fixed_kernel, against)
     if scope.blocked:
         return _record(family, site.node, spec, None, {"all": (scope.blocked,)})
-    choice = choose(spec, config, target)
+    choice = choose(spec, config, target, has_core=site.is_core)
     return _record(family, site.node, spec, choice.kernel, choice.reasons)
 
 

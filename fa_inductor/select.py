@@ -31,10 +31,11 @@ class Choice:
     reasons: Mapping[str, tuple[str, ...]]
 
 
-def choose(spec: AttentionSpec, config: Config, target: Target) -> Choice:
+def choose(spec: AttentionSpec, config: Config, target: Target, has_core: bool = True) -> Choice:
     """The kernel of `config.kernels` for `spec` on `target`, with all reasons.
 
     Kernels that the user has named are taken in their order; the default ones by measured time.
+    has_core: whether PyTorch's own fused attention is what a site left alone would run.
     """
     by_time = config.kernels == DEFAULT_KERNELS
     reasons: dict[str, tuple[str, ...]] = {}
@@ -49,12 +50,12 @@ def choose(spec: AttentionSpec, config: Config, target: Target) -> Choice:
         return Choice(None, reasons)
     if not by_time:
         return Choice(able[0], reasons)
-    picked, slower = _fastest(able, spec, target)
+    picked, slower = _fastest(able, spec, target, has_core)
     return Choice(picked, {**reasons, **slower})
 
 
 def _fastest(
-    able: Sequence[str], spec: AttentionSpec, target: Target
+    able: Sequence[str], spec: AttentionSpec, target: Target, has_core: bool
 ) -> tuple[str, dict[str, tuple[str, ...]]]:
     """The fastest of the able kernels or core, and what the others were measured at."""
     measured = times.of(spec, target)
@@ -63,7 +64,7 @@ def _fastest(
         return able[0], {}
     best = min(known, key=lambda name: known[name])
     # What PyTorch was measured at is its own choice of backend, not one that the user has pinned.
-    core_counts = CORE in measured and spec.sdp_backends is None
+    core_counts = has_core and CORE in measured and spec.sdp_backends is None
     if core_counts and measured[CORE] * _MARGIN < known[best]:
         known[CORE] = measured[CORE]
         best = CORE

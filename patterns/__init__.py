@@ -6,9 +6,9 @@ One module a family, each with `NAME`, `ANCHORS`, `match`, `rewrite`, `examples`
 
 from __future__ import annotations
 
-from . import mha, op_call, sdpa
+from . import eager, mha, op_call, sdpa
 from .family import Example, Family, NotUnderstood, Scope, Site
 
-FAMILIES: tuple[Family, ...] = (sdpa, mha, op_call)
+FAMILIES: tuple[Family, ...] = (sdpa, mha, op_call, eager)
 
 __all__ = ["FAMILIES", "Example", "Family", "NotUnderstood", "Scope", "Site"]

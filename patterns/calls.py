@@ -64,12 +64,23 @@ _SIGNATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 # Whose other arguments are read off the shape and dtype of the result.
 _SHAPED = frozenset(
-    ("view", "reshape", "flatten", "unflatten", "squeeze", "expand", "contiguous", "clone")
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "squeeze",
+        "expand",
+        "repeat",
+        "contiguous",
+        "clone",
+    )
 )
 _CASTS = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
-_SAME_NAME = ("matmul", "bmm", "baddbmm", "softmax", "add", "sub", "mul", "div", "tanh")
-_SAME_NAME += ("masked_fill", "cat", "max", "amax", "detach", "transpose", "unsqueeze")
-_SAME_NAME += ("repeat_interleave",)
+_SAME_NAME = (
+    *("matmul", "bmm", "baddbmm", "softmax", "add", "sub", "mul", "div", "tanh", "masked_fill"),
+    *("cat", "max", "amax", "detach", "transpose", "unsqueeze", "repeat_interleave"),
+)
 _ALIASES = {
     "multiply": "mul",
     "divide": "div",

@@ -40,12 +40,14 @@ class Site:
 
     details: what `rewrite` of the family needs, found while matching.
     fixed_kernel: the kernel, when the user's code has already named it.
+    is_core: whether leaving the site alone means PyTorch's own fused attention.
     """
 
     node: fx.Node
     spec: AttentionSpec
     details: Any = None
     fixed_kernel: str | None = None
+    is_core: bool = True
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class Emitter:
         out_order: str,
         kernel: str,
         bias: Value = None,
+        sink: Value = None,
     ) -> fx.Node:
         """The output of the attention op for the nodes q, k, v.
 
@@ -195,7 +198,7 @@ class Emitter:
         if spec.dropout_p:
             device = spec.q.device
             rng = self.call(torch.randint, 0, 1 << 31, (2,), dtype=torch.int64, device=device)
-        extras = [bias, None, None, None, rng, spec.dropout_p, *spec.window, spec.softcap]
+        extras = [bias, sink, None, None, rng, spec.dropout_p, *spec.window, spec.softcap]
         while extras and extras[-1] == _DEFAULTS[len(extras) - 1]:
             extras.pop()
         if spec.needs_grad:

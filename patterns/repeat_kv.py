@@ -1,7 +1,8 @@
 """Key and value heads that are repeated for the query heads that share them.
 
 The op takes them unrepeated. Only the layout of grouped heads counts, each head n times in a row,
-as `repeat_interleave` and Hugging Face's `repeat_kv` have it; `repeat` tiles, and is left alone.
+as `repeat_interleave` and Hugging Face's `repeat_kv` have it. `repeat` tiles, which is the same for
+a single head and left alone for more.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def unrepeated(node: fx.Node, dim: int) -> Unrepeated | None:
         found = _interleaved(node, dim)
     elif call.name in ("view", "reshape", "flatten"):
         found = _expanded(node, dim)
+    elif call.name in ("repeat", "expand"):
+        found = _single(node, dim)
     else:
         found = None
     if found is None:
@@ -60,14 +63,27 @@ def unrepeated(node: fx.Node, dim: int) -> Unrepeated | None:
     return Unrepeated(View(source), groups, _with_copies(reads, passed))
 
 
-def shared_heads(key: fx.Node, value: fx.Node, anchor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The nodes (B, Hkv, S, D) of which `key` and `value` are repetitions, both alike; None if they
-    are none, or if `anchor`, which reads them, could not read those instead."""
-    found = [unrepeated(node, 1) for node in (key, value)]
-    first, second = found
-    if first is None or second is None or first.groups != second.groups:
+@dataclass(frozen=True)
+class Shared:
+    """The views of which keys and values are repetitions, and the nodes that repeat them."""
+
+    key: View
+    value: View
+    passed: tuple[fx.Node, ...]
+
+
+def shared_views(key: View, value: View, anchor: fx.Node) -> Shared | None:
+    """The views (B, Hkv, ...) of which `key` and `value` are repetitions, both alike; None if they
+    are none, or if `anchor`, which reads them, could not read those instead.
+
+    The views may swap their last two dimensions and do nothing else.
+    """
+    if any(step != ("transpose", (-2, -1)) for view in (key, value) for step in view.steps):
         return None
-    if first.view.steps or second.view.steps:
+    if any(example_of(view.node).dim() != 4 for view in (key, value)):
+        return None
+    first, second = (unrepeated(view.node, 1) for view in (key, value))
+    if first is None or second is None or first.groups != second.groups:
         return None
     reads = (*first.reads, *second.reads)
     written = written_storages(anchor.graph)
@@ -75,7 +91,19 @@ def shared_heads(key: fx.Node, value: fx.Node, anchor: fx.Node) -> tuple[fx.Node
         return None  # a repetition that is changed is none any more
     if write_between(reads, anchor, ()) or not all(map(passes_gradients, dict(reads))):
         return None
-    return first.view.node, second.view.node
+    key, value = (
+        View(found.view.node, (*found.view.steps, *view.steps))
+        for found, view in ((first, key), (second, value))
+    )
+    return Shared(key, value, tuple(dict(reads)))
+
+
+def shared_heads(key: fx.Node, value: fx.Node, anchor: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """As `shared_views`, for repetitions of nodes as they are."""
+    found = shared_views(View(key), View(value), anchor)
+    if found is None or found.key.steps or found.value.steps:
+        return None
+    return found.key.node, found.value.node
 
 
 def passes_gradients(node: fx.Node) -> bool:
@@ -130,6 +158,15 @@ def _expanded(node: fx.Node, dim: int) -> tuple[fx.Node, list[fx.Node]] | None:
     if after.dim() != during.dim() or not symbolic.same_all(after.shape, with_groups):
         return None
     return source, [node, *copies, expanded, inserted]
+
+
+def _single(node: fx.Node, dim: int) -> tuple[fx.Node, list[fx.Node]] | None:
+    """One head, for which tiling and repeating in a row are the same."""
+    source = _input(node)
+    before = example_of(source)
+    if not isinstance(before, torch.Tensor) or before.dim() != example_of(node).dim():
+        return None
+    return (source, [node]) if symbolic.same(before.shape[dim], 1) else None
 
 
 def _only_inserts(index: Any) -> bool:

@@ -66,10 +66,14 @@ INSIDE = {
     ),
     "patterns": (
         ("family",),
-        ("bias", "packed", "visible", "mha_examples", "calls"),
+        ("bias", "packed", "visible", "mha_examples", "eager_examples", "calls"),
         ("views", "writes"),
-        ("repeat_kv",),
-        ("sdpa", "mha", "op_call"),
+        ("products", "repeat_kv"),
+        ("lineage",),
+        ("score_steps",),
+        ("scores", "operands"),
+        ("score_bias",),
+        ("sdpa", "mha", "op_call", "eager"),
         ("__init__",),
     ),
 }

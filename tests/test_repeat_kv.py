@@ -8,33 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_attention import attend, only_spec, qkv, randn, repeat_kv
 from torch import Tensor
 
 from comparison import compare_forward, compare_with_eager
 from helpers import compile_quick
 
-attend = F.scaled_dot_product_attention
+SPELT = {"sdpa": F.scaled_dot_product_attention, "eager": attend}
 
 
-def randn(*size: int) -> Tensor:
-    return torch.randn(size)
-
-
-def qkv(heads: int = 4, kv_heads: int = 4, length: int = 6) -> list[Tensor]:
-    return [randn(2, h, length, 8) for h in (heads, kv_heads, kv_heads)]
-
-
-def repeat_kv(x: Tensor, groups: int = 2) -> Tensor:
-    batch, heads, length, dim = x.shape
-    x = x[:, :, None, :, :].expand(batch, heads, groups, length, dim)
-    return x.reshape(batch, heads * groups, length, dim)
-
-
-def only_spec(outcome: Any) -> Any:
-    """Of the one site, which must be on the kernel."""
-    (site,) = outcome.report.sites
-    assert (site.kernel, site.reasons) == ("reference", {})
-    return site.spec
+@pytest.fixture(params=SPELT)
+def attention(request: Any) -> Callable[..., Tensor]:
+    """Fused and hand-written."""
+    return SPELT[request.param]
 
 
 REPEATS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
@@ -52,40 +38,62 @@ REPEATS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("way", REPEATS)
-def test_only_heads_repeated_in_a_row_are_shared(way: str) -> None:
+def test_only_heads_repeated_in_a_row_are_shared(
+    way: str, attention: Callable[..., Tensor]
+) -> None:
     repeat, heads = REPEATS[way]
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, repeat(k), repeat(v))
+        return attention(q, repeat(k), repeat(v))
 
     spec = only_spec(compare_with_eager(fn, compile_quick(fn), qkv(kv_heads=2)))
     assert spec.heads == (4, heads)
 
 
-def test_keys_and_values_repeated_unlike_each_other() -> None:
+SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "tiled": lambda x: x.repeat(1, 4, 1, 1),
+    "expanded": lambda x: x.expand(-1, 4, -1, -1),
+    "in a row": lambda x: x.repeat_interleave(4, dim=1),
+}
+
+
+@pytest.mark.parametrize("way", SINGLE)
+def test_a_single_head_is_shared_however_it_is_repeated(
+    way: str, attention: Callable[..., Tensor]
+) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, repeat_kv(k), repeat_kv(v, 4))
+        return attention(q, SINGLE[way](k), SINGLE[way](v))
+
+    spec = only_spec(compare_with_eager(fn, compile_quick(fn), qkv(kv_heads=1)))
+    assert spec.heads == (4, 1)
+
+
+def test_keys_and_values_repeated_unlike_each_other(attention: Callable[..., Tensor]) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, repeat_kv(k), repeat_kv(v, 4))
 
     inputs = [randn(2, 4, 6, 8), randn(2, 2, 6, 8), randn(2, 1, 6, 8)]
     spec = only_spec(compare_with_eager(fn, compile_quick(fn), inputs))
     assert spec.heads == (4, 4)
 
 
-def test_repeated_keys_that_are_written_to() -> None:
+def test_repeated_keys_that_are_written_to(attention: Callable[..., Tensor]) -> None:
     """The repetition is a copy of what the keys were."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k + 0
         repeated_k, repeated_v = repeat_kv(k), repeat_kv(v)
         k.zero_()
-        return attend(q, repeated_k, repeated_v) + k.sum()
+        return attention(q, repeated_k, repeated_v) + k.sum()
 
     outcome = compare_forward(fn, compile_quick(fn), qkv(kv_heads=2))
     assert only_spec(outcome).heads == (4, 4)
 
 
 @pytest.mark.parametrize("through_a_view", [False, True])
-def test_repetitions_that_are_changed(through_a_view: bool) -> None:
+def test_repetitions_that_are_changed(
+    through_a_view: bool, attention: Callable[..., Tensor]
+) -> None:
     """They are no longer what was repeated."""
 
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,17 +102,17 @@ def test_repetitions_that_are_changed(through_a_view: bool) -> None:
             repeated_k[:, 1].mul_(3.0)
         else:
             repeated_k[:, 1] = 0.5
-        return attend(q, repeated_k, repeated_v)
+        return attention(q, repeated_k, repeated_v)
 
     outcome = compare_forward(fn, compile_quick(fn), qkv(kv_heads=2))
     assert only_spec(outcome).heads == (4, 4)
 
 
-def test_keys_repeated_without_gradient() -> None:
+def test_keys_repeated_without_gradient(attention: Callable[..., Tensor]) -> None:
     def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with torch.no_grad():
             repeated = repeat_kv(k)
-        return attend(q, repeated, repeat_kv(v)) + k.sum()
+        return attention(q, repeated, repeat_kv(v)) + k.sum()
 
     outcome = compare_with_eager(fn, compile_quick(fn), qkv(kv_heads=2))
     assert only_spec(outcome).heads == (4, 4)
