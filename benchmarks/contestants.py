@@ -16,18 +16,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from grid import DTYPE, Shape, Tensors
+from grid import DTYPE, MASKS, Shape, Tensors
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa_inductor import ops
+from fa_inductor import mask_blocks, masked_ops, ops
 from fa_inductor.errors import FaInductorError
+from fa_inductor.kernels import masked
+from fa_inductor.masked_problem import QUERY_BLOCK, key_block
 
 # Takes a set of inputs; gives out, and after a backward the gradients of q, k and v.
 Call = Callable[[Tensors], tuple[Tensor, ...]]
 
 OURS = {"fa4": "ours fa4", "cudnn": "ours cudnn"}  # by kernel
-CORE_DEFAULT, CORE_CUDNN, FA4_EAGER, FLEX = "core default", "core cuDNN", "FA4 eager", "flex"
+CORE_DEFAULT, CORE_CUDNN, FA4_EAGER = "core default", "core cuDNN", "FA4 eager"
+FLEX, FLEX_FLASH = "flex", "flex FLASH"
 
 
 class Refused(Exception):
@@ -74,12 +77,14 @@ def _under_autograd(forward: Callable[..., Tensor], backward: bool) -> Call:
 
 def _ours(kernel: str) -> Callable[[Shape, bool], Call]:
     def build(shape: Shape, backward: bool) -> Call:
+        if shape.bias in MASKS and kernel in masked.MODULES:
+            return _masked(kernel, shape, backward)
         scale, causal = shape.dims[0] ** -0.5, shape.causal
         ends = (shape.dropout, shape.window, None if shape.window is None else 0, 0.0)
         visible: list[Tensor] = []  # 0 and -inf, made once
 
         def bias_of(given: Tensors) -> Tensor | None:
-            if shape.bias != "padding":
+            if shape.bias not in MASKS:
                 return given.mask
             if not visible:
                 like = {"dtype": DTYPE, "device": given.q.device}
@@ -104,6 +109,41 @@ def _ours(kernel: str) -> Callable[[Shape, bool], Call]:
         return call
 
     return build
+
+
+def _masked(kernel: str, shape: Shape, backward: bool) -> Call:
+    """With the block lists of each set made once, as for all layers of a model."""
+    scale, text = shape.dims[0] ** -0.5, MASKS[shape.bias].text
+    keys = key_block(shape.dims[0])
+    lists: dict[int, list[Tensor]] = {}
+
+    def blocks_of(given: Tensors) -> list[Tensor]:
+        if id(given) not in lists:
+            assert given.mask is not None
+            whole = given.mask.expand(-1, -1, *shape.lengths)
+            pad = (-whole.shape[3] % keys, -whole.shape[2] % QUERY_BLOCK)
+            padded = F.pad(whole, (0, pad[0], 0, pad[1]))
+            tiles = padded.unflatten(3, (-1, keys)).unflatten(2, (-1, QUERY_BLOCK))
+            count = tiles.sum((3, 5), dtype=torch.int32)
+            made = [mask_blocks.mask_blocks(count, QUERY_BLOCK * keys, by) for by in (False, True)]
+            lists[id(given)] = [tensor for each in made for tensor in each]
+        return lists[id(given)]
+
+    @torch.no_grad()
+    def call(given: Tensors) -> tuple[Tensor, ...]:
+        q, k, v = given.q, given.k, given.v
+        mask = (text, [given.read], blocks_of(given), scale)
+        out, lse = masked_ops.attention_masked_forward(
+            q, k, v, *mask, shape.out_order, False, kernel
+        )
+        if not backward:
+            return (out,)
+        made = masked_ops.attention_masked_gradients(
+            given.grad_out, None, q, k, v, out, lse, *mask, False, kernel, False
+        )
+        return (out, *made[:3])
+
+    return call
 
 
 # --- PyTorch's ------------------------------------------------------------------------------------
@@ -161,38 +201,66 @@ def _fa4_eager(shape: Shape, backward: bool) -> Call:
     return _under_autograd(forward, backward)
 
 
-def _flex(shape: Shape, backward: bool) -> Call:
-    """Compiled anew for each shape: Dynamo's limit of recompiles is never met."""
-    if shape.bias in ("heads", "padding") or shape.dropout or shape.causal == "bottom_right":
-        raise Refused("not written as a flex_attention here")
-    from torch.nn.attention import flex_attention as flex
+def _flex(backend: str) -> Callable[[Shape, bool], Call]:
+    """`kernel_options["BACKEND"]` "TRITON", or "FLASH", FA4. Compiled anew for each shape: Dynamo's
+    limit of recompiles is never met."""
 
-    torch._dynamo.reset()
-    block_mask = None
-    if shape.causal != "none":
+    def build(shape: Shape, backward: bool) -> Call:
+        if shape.bias == "heads" or shape.dropout or shape.causal == "bottom_right":
+            raise Refused("not written as a flex_attention here")
+        if backend == "FLASH" and shape.bias == "batch":
+            raise Refused("not written as a flex_attention here")
+        from torch.nn.attention import flex_attention as flex
+
+        torch._dynamo.reset()
         left = max(shape.lengths) if shape.window is None else shape.window
 
-        def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (j <= i) & (i - j <= left)
+        def mask_of(given: Tensors) -> Any:
+            read = given.read
 
-        block_mask = flex.create_block_mask(seen, None, None, *shape.lengths, device="cuda")
+            def banded(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                return (j <= i) & (i - j <= left)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            assert bias is not None
-            return score + bias[b, 0, i, j]
+            def masked(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                assert read is not None
+                if shape.bias == "documents":
+                    return read[b, i] == read[b, j]
+                return read[b, j] if shape.bias == "padding" else read[b, j] & (j <= i)
 
-        out = flex.flex_attention(
-            *(q, k, v),
-            score_mod=None if bias is None else biased,
-            block_mask=block_mask,
-            enable_gqa=shape.heads[0] != shape.heads[1],
-        )
-        assert isinstance(out, Tensor)
-        return out
+            if shape.bias in MASKS:
+                sizes = (shape.batch, None, *shape.lengths)
+                return flex.create_block_mask(masked, *sizes, device="cuda")
+            if shape.causal == "none":
+                return None
+            return flex.create_block_mask(banded, None, None, *shape.lengths, device="cuda")
 
-    compiled = torch.compile(attend, dynamic=False, fullgraph=True)
-    return _under_autograd(lambda q, k, v, given: compiled(q, k, v, given.mask), backward)
+        def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block_mask: Any) -> Tensor:
+            def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+                assert bias is not None
+                return score + bias[b, 0, i, j]
+
+            out = flex.flex_attention(
+                *(q, k, v),
+                score_mod=None if bias is None else biased,
+                block_mask=block_mask,
+                enable_gqa=shape.heads[0] != shape.heads[1],
+                kernel_options={"BACKEND": backend},
+            )
+            assert isinstance(out, Tensor)
+            return out
+
+        compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+        masks: dict[int, Any] = {}
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, given: Tensors) -> Tensor:
+            if id(given) not in masks:
+                masks[id(given)] = mask_of(given)
+            bias = None if shape.bias in MASKS else given.mask
+            return compiled(q, k, v, bias, masks[id(given)])
+
+        return _under_autograd(forward, backward)
+
+    return build
 
 
 def contestants(flex: str, cpu: bool = False) -> Iterator[Contestant]:
@@ -210,10 +278,14 @@ def contestants(flex: str, cpu: bool = False) -> Iterator[Contestant]:
     yield Contestant("core efficient", _core, pinned(SDPBackend.EFFICIENT_ATTENTION))
     yield Contestant(CORE_DEFAULT, _core)
 
-    def some(shape: Shape, backward: bool) -> Call:
-        if not shape.flex:
-            raise Refused("not measured, see --flex")
-        return _flex(shape, backward)
+    def some(build: Callable[[Shape, bool], Call]) -> Callable[[Shape, bool], Call]:
+        def if_marked(shape: Shape, backward: bool) -> Call:
+            if not shape.flex:
+                raise Refused("not measured, see --flex")
+            return build(shape, backward)
+
+        return if_marked
 
     if flex != "none":
-        yield Contestant(FLEX, _flex if flex == "all" else some)
+        for name, backend in ((FLEX, "TRITON"), (FLEX_FLASH, "FLASH")):
+            yield Contestant(name, _flex(backend) if flex == "all" else some(_flex(backend)))

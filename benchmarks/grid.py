@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa_inductor.spec import AttentionSpec, TensorSpec
+from fa_inductor.spec import AttentionSpec, MaskFormula, TensorSpec
 
 DTYPE = torch.bfloat16
 PASSES = ("fwd", "fwd+bwd")
@@ -26,7 +26,8 @@ class Shape:
 
     window: how many keys left of the diagonal are seen, None for all.
     bias: "none"; "batch" (B, 1, Sq, Sk) and "heads" (1, H, Sq, Sk), added to the scores; "padding"
-        (B, 1, 1, Sk), bool.
+        (B, 1, 1, Sk), "causal mask", causal and padding, and "documents", each sequence in some
+        parts, (B, 1, Sq, Sk), are bool.
     layout: "bshd", views of contiguous (B, S, H, D); "bhsd", contiguous (B, H, S, D); "packed",
         slices of one (B, S, 3, H, D).
     backward: whether a backward is measured too.
@@ -54,7 +55,9 @@ class Shape:
             words.append(f"w{self.window}")
         if self.bias != "none":
             words.append(
-                {"padding": "mask B11S", "batch": "bias B1SS", "heads": "bias 1HSS"}[self.bias]
+                {"padding": "mask B11S", "batch": "bias B1SS", "heads": "bias 1HSS"}.get(
+                    self.bias, self.bias
+                )
             )
         if self.dropout:
             words.append(f"drop{self.dropout}")
@@ -114,7 +117,8 @@ def _pair(values: tuple[int, int]) -> str:
 @dataclass(frozen=True)
 class Tensors:
     """One set of inputs: (B, H, S, D) views. `mask` is what `F.scaled_dot_product_attention`
-    takes, bool for "padding"; `rng` (seed, offset) of the op's dropout."""
+    takes; `rng` (seed, offset) of the op's dropout. read: what the mask is made from, as its text
+    (`MASKS`) reads it."""
 
     q: Tensor
     k: Tensor
@@ -122,6 +126,7 @@ class Tensors:
     grad_out: Tensor
     mask: Tensor | None = None
     rng: Tensor | None = None
+    read: Tensor | None = None
 
     @cached_property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,14 +156,44 @@ def tensors(shape: Shape, device: str) -> Tensors:
         q, k, v = normal(shape.batch, sq, 3, heads_q, d).permute(2, 0, 3, 1, 4).unbind(0)
     else:
         q, k, v = make(heads_q, sq, d), make(heads_kv, sk, d), make(heads_kv, sk, dv)
-    mask = None
-    if shape.bias == "padding":  # all sequences but the first are shorter, the last by half
-        ends = torch.linspace(sk, sk // 2, shape.batch, device=device).view(-1, 1, 1, 1)
-        mask = torch.arange(sk, device=device) < ends
+    mask = read = None
+    if shape.bias in MASKS:
+        read = _read(shape, device)
+        mask = seen(shape.bias, read, torch.arange(sq, device=device)[:, None])
     elif shape.bias != "none":
         mask = normal(*((shape.batch, 1) if shape.bias == "batch" else (1, heads_q)), sq, sk)
     rng = torch.randint(1 << 31, (2,), device=device) if shape.dropout else None
-    return Tensors(q, k, v, make(heads_q, sq, dv), mask, rng)
+    return Tensors(q, k, v, make(heads_q, sq, dv), mask, rng, read)
+
+
+# The text of each bool mask, and its kind in `fa_inductor.spec.MaskFormula`.
+MASKS = {
+    "padding": MaskFormula("(t0[b, j] != 0)", "keys"),
+    "causal mask": MaskFormula("((j <= i) and (t0[b, j] != 0))", "causal"),
+    "documents": MaskFormula("(t0[b, i] == t0[b, j])", "other"),
+}
+
+
+def _read(shape: Shape, device: str) -> Tensor:
+    """Which keys are not padding: all sequences but the first are shorter, the last by half. Or in
+    which of three documents each token is, with bounds of its own in each sequence."""
+    places = torch.arange(shape.lengths[1], device=device)
+    if shape.bias != "documents":
+        ends = torch.linspace(len(places), len(places) // 2, shape.batch, device=device)
+        return places < ends[:, None]
+    generator = torch.Generator().manual_seed(shape.batch)
+    bounds = torch.randint(0, len(places), (shape.batch, 2, 1), generator=generator)
+    return (places >= bounds.to(device)).sum(1)
+
+
+def seen(bias: str, read: Tensor, queries: Tensor) -> Tensor:
+    """The bool mask (B, 1, Sq or 1, Sk) for `queries` (Sq, 1)."""
+    if bias == "documents":
+        return (read[:, :, None] == read[:, None, :])[:, None]
+    padding = read[:, None, None, :]
+    if bias == "padding":
+        return padding
+    return padding & (torch.arange(read.shape[1], device=read.device) <= queries)
 
 
 def input_sets(shape: Shape, device: str) -> list[Tensors]:
@@ -188,6 +223,7 @@ def spec_of(shape: Shape, passed: str) -> AttentionSpec:
         scale=shape.dims[0] ** -0.5,
         mask=None if mask is None else f"attn_mask {mask.dtype} {mask}",
         bias=mask,
+        formula=MASKS.get(shape.bias),
         dropout_p=shape.dropout,
         window=(shape.window, None if shape.window is None else 0),
         needs_grad=passed != "fwd",
@@ -259,6 +295,18 @@ def _shapes() -> Iterator[Shape]:
     yield dense(2, mha, 2048, d64, bias="heads")
     yield dense(16, mha, 512, d64, bias="padding")
     yield dense(4, mha, 2048, d128, bias="padding")
+    yield dense(64, (12, 12), 128, d64, bias="padding")
+    yield dense(4, (12, 12), 4096, d64, bias="padding")
+    yield dense(16, mha, 512, d64, bias="causal mask")
+    yield dense(4, llama, 1024, d128, bias="causal mask")
+    yield dense(4, llama, 2048, d128, bias="causal mask")
+    yield dense(2, (16, 8), 8192, d128, bias="causal mask", flex=True)
+    yield dense(1, llama, 16384, d128, bias="causal mask")
+    yield dense(2, mha, 2048, (192, 128), bias="causal mask")
+    yield dense(2, mha, 2048, 256, bias="causal mask")
+    yield dense(16, mha, 512, d64, bias="documents")
+    yield dense(4, mha, 2048, d128, bias="documents")
+    yield dense(2, mha, 8192, d128, bias="documents", flex=True)
     yield dense(32, mha, 512, d64, dropout=0.1)
     yield dense(8, mha, 1024, d64, causal, dropout=0.1, layout="packed")
     yield dense(4, mha, 2048, d128, causal, dropout=0.1)

@@ -6,7 +6,7 @@ user code that calls FlashAttention-4 itself compile without graph breaks (`guar
 
 from __future__ import annotations
 
-from . import guards, ops, packed_ops  # noqa: F401  (register torch.ops.fa_inductor)
+from . import guards, mask_blocks, masked_ops, ops, packed_ops  # noqa: F401  (register the ops)
 from .config import Config
 from .errors import FaInductorError
 from .spec import AttentionSpec

@@ -60,7 +60,8 @@ def copies(spec: AttentionSpec, kernel: str | None) -> dict[str, str]:
     if kernel not in ALIGNED_KERNELS:
         return {}
     reasons = {n: copy_reason(getattr(spec, n), spec.dtype.itemsize) for n in ("q", "k", "v")}
-    if spec.bias is not None and spec.bias.dtype.is_floating_point:
+    is_read = kernel == "cudnn" and spec.bias is not None
+    if is_read and spec.bias is not None and spec.bias.dtype.is_floating_point:
         reasons["bias"] = bias_reason(spec.bias, spec.lengths[1], spec.bias.dtype.itemsize)
     return {name: reason for name, reason in reasons.items() if reason}
 

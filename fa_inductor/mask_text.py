@@ -4,13 +4,15 @@
 
 Written in Python's syntax, of: the indices b, h, i, j; Sq and Sk; whole numbers; `t0[...]`,
 `t1[...]`, elements of the tensors that come with the text; + - *, // and % by a number;
-comparisons; `and`, `or`, `not`. It is part of an op's arguments, so that a cached graph cannot run
-another mask.
+comparisons; `and`, `or`, `not`. Everything is evaluated at every place: where an index is outside
+of its tensor, the nearest element is read. It is part of an op's arguments, so that a cached graph
+cannot run another mask.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -59,6 +61,11 @@ def parsed(text: str) -> ast.expr:
                 "; see fa_inductor/mask_text.py for what masks are made of."
             )
     return tree
+
+
+def copied(text: str) -> ast.expr:
+    """`parsed(text)`, for a caller who changes it."""
+    return copy.deepcopy(parsed(text))
 
 
 def _is_known(node: ast.AST) -> bool:
@@ -131,8 +138,32 @@ def _value(node: ast.expr, values: dict[str, Any], tensors: Sequence[Tensor]) ->
         assert isinstance(node.value, ast.Name)
         number = tensor_number(node.value.id)
         assert number is not None
-        places = tuple(of(each) for each in index_of(node))
-        return tensors[number][places]
+        tensor = tensors[number]
+        places = tuple(
+            _inside(of(each), size) for each, size in zip(index_of(node), tensor.shape, strict=True)
+        )
+        return tensor[places]
     assert isinstance(node, ast.BoolOp)
     join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
     return functools.reduce(join, map(of, node.values))
+
+
+def _inside(place: Any, size: int) -> Any:
+    return place.clamp(0, size - 1) if isinstance(place, Tensor) else min(max(place, 0), size - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def ranks_in(text: str) -> dict[int, int]:
+    """With how many indices `text` reads each tensor, by its number.
+
+    Raises `ShapeError` for one that is read in two ways.
+    """
+    ranks: dict[int, int] = {}
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Subscript):
+            assert isinstance(node.value, ast.Name)
+            number = tensor_number(node.value.id)
+            assert number is not None
+            if ranks.setdefault(number, len(index_of(node))) != len(index_of(node)):
+                raise ShapeError(f"The mask {text!r} reads t{number} as of two ranks.")
+    return ranks

@@ -99,7 +99,7 @@ def _first_forward(
         return out, lse, None
     out, lse = op_memory.outputs(inputs.q, inputs.v, out_order, with_lse)
     if _is_empty(inputs):
-        return out.zero_(), _lse_without_keys(lse, inputs.sink), None
+        return out.zero_(), lse_without_keys(lse, inputs.sink), None
     with device_of(inputs.q):
         repeat = implementation.forward(problem, inputs, out, lse if with_lse else None)
     return out, lse, repeat
@@ -157,7 +157,7 @@ def _is_empty(inputs: Inputs) -> bool:
     return 0 in inputs.q.shape[:3] or inputs.k.shape[2] == 0
 
 
-def _lse_without_keys(lse: Tensor, sink: Tensor | None) -> Tensor:
+def lse_without_keys(lse: Tensor, sink: Tensor | None) -> Tensor:
     if sink is None or lse.dim() == 1:
         return lse.fill_(float("-inf"))
     return lse.copy_(sink[None, :, None])
@@ -291,14 +291,14 @@ def _first_gradients(
             made.append(op_memory.optional_gradient(like, want, inputs.q))
     memory = _in_places(made, *wanted)
     if _is_empty(inputs):
-        _zero(memory, grad_lse)
+        zero(memory, grad_lse)
         return made, None
     with device_of(inputs.q):
         repeat = implementation.backward(problem, inputs, out, lse, grad_out, grad_lse, memory)
     return made, repeat
 
 
-def _zero(gradients: Gradients, grad_lse: Tensor | None) -> None:
+def zero(gradients: Gradients, grad_lse: Tensor | None) -> None:
     """Without queries or keys all is zero, but for the sink: it is all that lse depends on."""
     for gradient in gradients:
         if gradient is not None:

@@ -43,6 +43,18 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class MaskFormula:
+    """A mask that only shows and hides, as text (`fa_inductor.mask_text`).
+
+    kind: "causal" if no query sees what comes after it, "keys" if all queries see the same keys,
+        else "other".
+    """
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """One attention problem.
 
@@ -57,6 +69,7 @@ class AttentionSpec:
     bias: the mask as the op takes it, (B or 1, Hq or 1, Sq or 1, Sk or 1), bool (True is
         visible) or added to the scores; None without a mask and for one that the op cannot take.
     bias_needs_grad: whether the bias is differentiated.
+    formula: the mask as text, for kernels that evaluate it; None if it is not only a mask.
     dropout_p: probability with which a weight is dropped.
     window: (left, right) bounds of a sliding window, None where unbounded, as in
         `fa_inductor.problem.Problem`.
@@ -79,6 +92,7 @@ class AttentionSpec:
     proven: str | None = None
     bias: TensorSpec | None = None
     bias_needs_grad: bool = False
+    formula: MaskFormula | None = None
     dropout_p: float = 0.0
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
@@ -104,6 +118,11 @@ class AttentionSpec:
         return self.q.shape[2], self.k.shape[2]
 
     @property
+    def scores(self) -> tuple[Dim, Dim, Dim, Dim]:
+        """The shape of the scores, (B, Hq, Sq, Sk)."""
+        return (*self.q.shape[:2], *self.lengths)
+
+    @property
     def band(self) -> tuple[int | None, int | None]:
         """(left, right) bounds of the band of visible keys, causal taken in."""
         return Problem(0.0, self.causal, *self.window).band
@@ -126,6 +145,7 @@ class AttentionSpec:
             "scale": self.scale,
             "mask": self.mask,
             "proven": self.proven,
+            "formula": self.formula.text if self.formula else None,
             "dropout_p": self.dropout_p,
             "window": list(self.window),
             "softcap": self.softcap,

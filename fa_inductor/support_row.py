@@ -100,8 +100,21 @@ def pinned_unless_first(sdp_backend: str) -> Check:
     return objection
 
 
+def mask_that_adds(spec: AttentionSpec, _: Target) -> str | None:
+    """A mask that does more than to show and to hide, or beside which there is another one."""
+    if spec.mask is None or (spec.formula is not None and spec.band == (None, None)):
+        return None
+    return spec.mask
+
+
 def any_mask(spec: AttentionSpec, _: Target) -> str | None:
     return spec.mask
+
+
+def deterministic_with_mask(spec: AttentionSpec, _: Target) -> str | None:
+    return (
+        f"a deterministic backward with {spec.mask}" if spec.deterministic and spec.mask else None
+    )
 
 
 def unknown_mask(spec: AttentionSpec, _: Target) -> str | None:

@@ -26,8 +26,8 @@ class Measured:
     """One measured problem: bfloat16, sizes as in `AttentionSpec`.
 
     passes: "fwd" (inference, no log-sum-exp) or "bwd" (forward and backward together).
-    kind: what else there is: "plain", "causal", "window", "bias" (whole scores), "padding"
-        (one row of keys), "dropout".
+    kind: what else there is: "plain", "causal", "window", "bias" (added to the scores), "dropout";
+        or a mask: "padding" (of keys), "causal mask" or "mask".
     microseconds: GPU time by kernel; a kernel that cannot run it is left out.
     """
 
@@ -67,8 +67,10 @@ def kind_of(spec: AttentionSpec) -> str:
     """`Measured.kind` of a problem."""
     if spec.dropout_p:
         return "dropout"
+    if spec.formula is not None:
+        return {"keys": "padding", "causal": "causal mask"}.get(spec.formula.kind, "mask")
     if spec.bias is not None:
-        return "padding" if symbolic.same(spec.bias.shape[2], 1) else "bias"
+        return "bias"
     if spec.window != (None, None):
         return "window"
     return "plain" if spec.causal == "none" else "causal"

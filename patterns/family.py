@@ -162,12 +162,12 @@ def _as_function(method: str, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ..
 
 
 class Emitter:
-    """Inserts nodes in front of `node` that carry its source location."""
+    """Inserts nodes in front of `node` that carry its source location, or that of `like`."""
 
     _INHERITED = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
-    def __init__(self, node: fx.Node) -> None:
-        self.node = node
+    def __init__(self, node: fx.Node, like: fx.Node | None = None) -> None:
+        self.node, self.like = node, like or node
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of a function, or of a tensor's method when `target` is its name."""
@@ -176,8 +176,8 @@ class Emitter:
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.create_node("call_function", target, args, kwargs)
         for key in self._INHERITED:
-            if key in self.node.meta:
-                new.meta[key] = self.node.meta[key]
+            if key in self.like.meta:
+                new.meta[key] = self.like.meta[key]
         return new
 
     def attention(

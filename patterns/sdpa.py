@@ -25,6 +25,7 @@ from .family import (
     example_of,
     tensor_objection,
 )
+from .masked import VisibleMask, emit_masked, takes_formula, visible_mask
 from .packed import Packed, packed_source
 from .repeat_kv import shared_heads
 from .visible import band_of, words_of
@@ -63,6 +64,7 @@ class _Call:
     expand: tuple[tuple[Any, Any] | None, ...]
     scale: Any
     mask: fx.Node | None
+    visible: VisibleMask | None
 
 
 def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
@@ -99,6 +101,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     bias = None if mask is None else bias_spec(example_of(mask), scores)
     if isinstance(bias, str):
         return NotUnderstood(node, f"attn_mask has {bias}")
+    visible = None if mask is None else visible_mask(mask, scores, scope)
     spec = AttentionSpec(
         q,
         k,
@@ -110,6 +113,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         proven=proven,
         bias=bias,
         bias_needs_grad=mask is not None and example_of(mask).requires_grad,
+        formula=visible and visible.spec,
         dropout_p=_dropout_p(arguments["dropout_p"]),
         window=window,
         needs_grad=out.requires_grad,
@@ -118,7 +122,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     )
     given = arguments["scale"]
     scale = given if isinstance(given, fx.Node) else scale
-    return Site(node, spec, _Call(tensors, expand, scale, mask))
+    return Site(node, spec, _Call(tensors, expand, scale, mask, visible))
 
 
 def _mask_in_words(mask: fx.Node, scores: Sequence[Any], scope: Scope) -> str:
@@ -138,17 +142,20 @@ def rewrite(site: Site, kernel: str) -> None:
             sizes = [_size(emit, call, dim, size) for dim, size in enumerate(expand)]
             tensor = emit.call("expand", tensor, *sizes, -1, -1)
         tensors.append(tensor)
-    bias = None
-    if call.mask is not None:
-        bias, tensors[0] = emit_bias(emit, call.mask, site.spec, tensors[0])
     out = example_of(site.node)
     dims = [dim for dim in symbolic.dimension_order(out.shape, out.stride()) if dim != 3]
     order = "".join("BHS"[dim] for dim in dims) + "D"
+    layout = (call.scale, order, kernel)
     packed = _packed(call, site.spec, tensors)
     if packed is not None:
-        emit.finish(emit.packed_attention(packed, site.spec, call.scale, order, kernel))
+        emit.finish(emit.packed_attention(packed, site.spec, *layout))
+    elif call.visible is not None and takes_formula(site.spec, kernel):
+        emit.finish(emit_masked(emit, tensors, site.spec, call.visible, *layout))
     else:
-        emit.finish(emit.attention(tensors, site.spec, call.scale, order, kernel, bias))
+        bias = None
+        if call.mask is not None:
+            bias, tensors[0] = emit_bias(emit, call.mask, site.spec, tensors[0])
+        emit.finish(emit.attention(tensors, site.spec, *layout, bias))
 
 
 def _packed(call: _Call, spec: AttentionSpec, tensors: Sequence[fx.Node]) -> Packed | None:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from .family import Scope, source_of
+from .. import symbolic
+from .family import Scope, example_of, source_of
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,25 @@ def words_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> str | None:
     """What a mask was understood as, for people; None for one that has to be read as it is."""
     found = _understood(mask, shape, scope)
     return None if found is None else _in_words(found)
+
+
+def formula_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> tuple[Any, str] | None:
+    """(`fa_inductor.masks.terms.Formula`, `MaskFormula.kind`) of a mask that only shows and hides;
+    None for one that adds something else, or has more than four dimensions."""
+    from ..masks import terms
+
+    tensor = example_of(mask)
+    found = _understood(mask, shape, scope)
+    formula = None if found is None else terms.formula(found)
+    if formula is None:
+        if tensor.dtype != torch.bool or not 0 < tensor.dim() <= 4:
+            return None
+        formula = terms.dense_formula(mask)
+    if found is None:
+        by_key = symbolic.same((1, *tensor.shape)[-2], 1)
+        return formula, "keys" if by_key else "other"
+    is_causal = found.right is not None
+    return formula, "causal" if is_causal else "keys" if found.is_by_key else "other"
 
 
 def _understood(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> Any:

@@ -21,7 +21,15 @@ HEAVY = ("flash_attn", "cutlass", "cudnn", "quack", "triton", "torch._dynamo", "
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
     ("errors", "config", "torch_compat", "graph_writes"),
-    ("dynamo_compat", "symbolic", "problem", "spec", "varlen_problem", "mask_text"),
+    (
+        "dynamo_compat",
+        "symbolic",
+        "problem",
+        "spec",
+        "varlen_problem",
+        "masked_problem",
+        "mask_text",
+    ),
     ("target", "layout"),
     ("support_row",),
     ("support_fa4", "support_cudnn"),
@@ -32,9 +40,9 @@ ORDER = (
     ("op_calls",),
     ("op_autograd",),
     ("ops",),
-    ("varlen_checks",),
-    ("varlen_calls",),
-    ("varlen_ops", "packed_ops"),
+    ("varlen_checks", "masked_checks"),
+    ("varlen_calls", "masked_calls"),
+    ("varlen_ops", "packed_ops", "masked_ops", "mask_blocks"),
     ("substitutes",),
     ("guards",),
     ("masks",),
@@ -52,9 +60,9 @@ ORDER = (
 INSIDE = {
     "kernels": (
         ("__init__",),
-        ("reference", "varlen", "fa4_launch", "cudnn_graph"),
-        ("fa4", "cudnn", "reference_varlen"),
-        ("fa4_varlen",),
+        ("reference", "varlen", "masked", "fa4_launch", "cudnn_graph"),
+        ("fa4", "cudnn", "reference_varlen", "reference_masked"),
+        ("fa4_varlen", "fa4_masked"),
     ),
     "masks": (
         ("__init__",),

@@ -41,7 +41,7 @@ def disagreements(seeds: Any) -> tuple[list[int], Counter[str]]:
     for seed in seeds:
         made = program(seed)
         mask = understood(made)
-        kinds["dense" if mask is None else "band" if mask.is_band else "formula"] += 1
+        kinds["opaque" if mask is None else _kind(mask)] += 1
         if mask is None:
             continue
         if not torch.equal(rendered(made, mask), visible(made)):
@@ -51,15 +51,19 @@ def disagreements(seeds: Any) -> tuple[list[int], Counter[str]]:
     return wrong, kinds
 
 
+def _kind(mask: Mask) -> str:
+    return "band" if mask.is_band else "dense" if mask.dense_reads else "formula"
+
+
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs(chunk: int) -> None:
     """Where a mask is understood, its text says what the program computes at every place."""
     wrong, kinds = disagreements(range(chunk, PROGRAMS, CHUNKS))
     assert wrong == []
-    # Enough of each, that the test means something; what is dense in them stays dense.
+    # Enough of each, that the test means something.
     assert kinds["band"] > 60
     assert kinds["formula"] > 250
-    assert kinds["dense"] > 30
+    assert kinds["dense"] > 20
 
 
 def test_an_error_by_one_in_the_band_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from ..target import TESTED_LIBRARIES
 from ..torch_compat import view_as
 from .fa4_launch import Repeat, recording
 
+SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 @functools.cache
 def _interface() -> Any:

@@ -113,13 +113,19 @@ def _without_history(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Filled:
-    """A named tuple of arguments, some of them tensors."""
+    """A list or tuple of arguments, some of them tensors. make: it, of its elements."""
 
-    make: Callable[..., Any]
+    make: Callable[[list[Any]], Any]
     template: tuple[Any, ...]
 
     def filled(self, memory: Sequence[Tensor]) -> Any:
-        return self.make(*[memory[a.index] if type(a) is _Slot else a for a in self.template])
+        return self.make([_given_again(argument, memory) for argument in self.template])
+
+
+def _given_again(argument: Any, memory: Sequence[Tensor]) -> Any:
+    if type(argument) is _Slot:
+        return memory[argument.index]
+    return argument.filled(memory) if type(argument) is _Filled else argument
 
 
 @dataclass
@@ -146,7 +152,7 @@ class Recording:
         if templates is None:
             return None
         views = [
-            (i, tuple(t.shape) if t.dim() == 4 else None, t.stride())
+            (i, tuple(t.shape) if t.dim() == 4 or 0 in t.stride() else None, t.stride())
             for i, t in tensors_given.items()
         ]
         return Repeat(*templates, views, tensors[0].device)
@@ -227,9 +233,7 @@ def _templates(
         if isinstance(argument, (tuple, list)):
             inside = tuple(templated(each, number) for each in argument)
             if any(isinstance(each, (_Slot, _Filled)) for each in inside):
-                if not hasattr(argument, "_fields") or any(type(e) is _Filled for e in inside):
-                    raise _NotRepeatable
-                return _Filled(type(argument), inside)
+                return _Filled(getattr(argument, "_make", type(argument)), inside)
         return argument
 
     try:

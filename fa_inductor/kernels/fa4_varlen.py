@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import DtypeError
@@ -18,14 +17,12 @@ from ..varlen_problem import VarlenInputs, as_bhsd
 from . import fa4
 from .fa4_launch import Recording, Repeat, recording
 
-_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 
 def check(problem: Problem, inputs: VarlenInputs) -> None:
     """The limits that hold on every GPU."""
     q, k, v = map(as_bhsd, inputs[:3])
     fa4._check(problem, Inputs(q, k, v, sink=inputs.sink))
-    if inputs.sink is not None and inputs.sink.dtype not in _SINK_DTYPES:
+    if inputs.sink is not None and inputs.sink.dtype not in fa4.SINK_DTYPES:
         raise DtypeError(
             f"Kernel fa4 takes sinks of float16, bfloat16 and float32, got {inputs.sink.dtype}."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +60,17 @@ class Mask:
         )
 
     @property
+    def dense_reads(self) -> int:
+        """How many tensors are read at both i and j."""
+        return len({read for term in self.rest for read in ex.reads_of(term) if _is_dense(read)})
+
+    @property
+    def is_by_key(self) -> bool:
+        """Whether all queries see the same keys."""
+        symbols = set().union(*map(ex.symbols_of, self.rest))
+        return self.left is None and self.right is None and QUERY not in symbols
+
+    @property
     def whole(self) -> Expr:
         parts = [*self.rest]
         if self.left is not None:
@@ -72,7 +82,7 @@ class Mask:
 
 def understand(mask: fx.Node, interpreter: Interpreter) -> Mask | None:
     """What a mask node lets through at the places of the interpreter's space; None for one that
-    cannot be written without reading a tensor at both i and j.
+    cannot be written as text, or that reads more than one tensor as large as the scores.
 
     A float mask counts if it adds 0 or -inf; or a huge number instead of -inf, where every query
     sees something else.
@@ -91,7 +101,10 @@ def understand(mask: fx.Node, interpreter: Interpreter) -> Mask | None:
     found = _split(space, space.simplified(visible))
     if is_soft and not found.sees_something:
         return None
-    return found if all(map(_is_writable, found.rest)) else None
+    reads = [read.node for term in found.rest for read in ex.reads_of(term)]
+    if any(map(interpreter.is_written, reads)):  # it may have been another when it was read
+        return None
+    return found if all(map(_is_writable, found.rest)) and found.dense_reads <= 1 else None
 
 
 def _visible(added: Expr) -> tuple[Expr, bool]:
@@ -140,15 +153,19 @@ def _least(space: Space, one: sympy.Expr, other: sympy.Expr) -> sympy.Expr | Non
 # --- As text --------------------------------------------------------------------------------------
 
 
+def _is_dense(read: Read) -> bool:
+    return {QUERY, KEY} <= ex.symbols_of(read)
+
+
 def _is_writable(expr: Expr) -> bool:
-    """Whether it has only what masks as text have, and no tensor is as large as the scores."""
+    """Whether it has only what masks as text have; of what is as large as the scores, bools."""
     if isinstance(expr, Number):
         return True
     if isinstance(expr, Literal):
         return isinstance(expr.value, bool)
     if isinstance(expr, Read):
-        used = set().union(*(n.value.free_symbols for n in expr.index))
-        return expr.dtype in mask_text.TENSOR_DTYPES and not {QUERY, KEY} <= used
+        small = expr.dtype.itemsize == 1 or not _is_dense(expr)
+        return expr.dtype in mask_text.TENSOR_DTYPES and small and bool(expr.index)
     if expr.op in ("//", "%"):
         return all(isinstance(each, Number) for each in expr.args)
     if expr.op in ("+", "-", "*"):
@@ -171,12 +188,12 @@ def formula(mask: Mask) -> Formula | None:
     return None if text is None else Formula(text, tuple(tensors))
 
 
-def dense_formula(mask: fx.Node, sizes: Sequence[Any]) -> Formula:
-    """A bool mask that is read at every place; sizes: of its four dimensions, 1 where broadcast."""
-    index = ", ".join(
-        "0" if size == 1 else symbol.name for size, symbol in zip(sizes, INDICES, strict=True)
-    )
-    return Formula(f"t0[{index}] != 0", (mask,))
+def dense_formula(mask: fx.Node) -> Formula:
+    """A bool mask of rank 1 to 4 that is read at every place."""
+    sizes = mask.meta["example_value"].shape
+    names = [symbol.name for symbol in INDICES[4 - len(sizes) :]]
+    index = ("0" if size == 1 else name for size, name in zip(sizes, names, strict=True))
+    return Formula(f"(t0[{', '.join(index)}] != 0)", (mask,))
 
 
 def _written(expr: Expr, names: dict[Any, str], tensors: list[fx.Node]) -> str | None:
@@ -236,6 +253,7 @@ def _term_in_words(term: Expr) -> str:
             return f"padding of keys ({names})"
         if used <= {BATCH, QUERY}:
             return f"padding of queries ({names})"
+        return f"dense ({names})"
     if isinstance(term, Apply) and term.op == "==" and len(reads) == 2:
         return f"documents ({names})"
     tensors: list[fx.Node] = []

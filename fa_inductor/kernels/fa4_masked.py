@@ -1,0 +1,192 @@
+"""FlashAttention-4 with a mask as text: its `mask_mod`, and lists of the blocks to look at.
+
+FA4 evaluates the function at every place of the partial blocks, also at rows past the last query,
+which it throws away later: reads are kept inside their tensors here.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import mask_text
+from ..errors import DtypeError
+from ..layout import packed_strides
+from ..masked_problem import QUERY_BLOCK, Blocks, Visible, key_block
+from ..problem import Gradients, Inputs, Problem
+from ..torch_compat import view_as
+from . import fa4
+from .fa4_launch import Repeat, recording
+
+_INDICES = mask_text.INDICES
+
+
+def check(problem: Problem, inputs: Inputs, visible: Visible) -> None:
+    """The limits that hold on every GPU."""
+    fa4._check(problem, inputs)
+    if inputs.sink is not None and inputs.sink.dtype not in fa4.SINK_DTYPES:
+        raise DtypeError(
+            f"Kernel fa4 takes sinks of float16, bfloat16 and float32, got {inputs.sink.dtype}."
+        )
+
+
+def forward(
+    problem: Problem, inputs: Inputs, visible: Visible, out: Tensor, lse: Tensor
+) -> Repeat | None:
+    """See `fa_inductor.kernels.masked`."""
+    entry = fa4._interface()._flash_attn_fwd
+    qkv, sink, read, blocks = _given(inputs, visible, visible.by_query)
+    made = fa4._bshd(out)
+    with recording((entry,)) as noted:
+        entry(
+            *qkv,
+            **_arguments(problem, inputs, visible, read, blocks),
+            return_lse=True,
+            out=made,
+            lse=lse,
+        )
+    return noted.repeat([*qkv, sink, *read, *_expanded(blocks, inputs), made, lse])
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    visible: Visible,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    grads: Gradients,
+) -> Repeat | None:
+    """See `fa_inductor.kernels.masked`."""
+    assert visible.by_key is not None
+    interface = fa4._interface()
+    entry = interface._flash_attn_bwd
+    entries = (interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)
+    qkv, sink, read, blocks = _given(inputs, visible, visible.by_key)
+    saved = [fa4._bshd(out), lse, fa4._bshd(grad_out), grad_lse]
+    made = [fa4._bshd(grad) for grad in grads[:3]]
+    with recording(entries) as noted:
+        results = entry(
+            *(*qkv, saved[0], saved[2], lse),
+            **_arguments(problem, inputs, visible, read, blocks),
+            deterministic=problem.deterministic,
+            dq=made[0],
+            dk=made[1],
+            dv=made[2],
+            dlse=grad_lse,
+        )
+    given = [*qkv, sink, *read, *_expanded(blocks, inputs), *saved, *made]
+    if inputs.sink is None:
+        return noted.repeat(given)
+    if grads.sink is None:
+        return None
+    grads.sink.copy_(results[3])
+    return noted.repeat([*given, None], {len(given): results[3]})
+
+
+def _given(
+    inputs: Inputs, visible: Visible, blocks: Blocks
+) -> tuple[list[Tensor], Tensor | None, list[Tensor], list[Tensor]]:
+    """q, k, v, sink, mask tensors and block lists as FA4 takes them."""
+    qkv = [fa4._bshd(tensor) for tensor in inputs[:3]]
+    sink = None if inputs.sink is None else inputs.sink.detach()
+    return qkv, sink, list(visible.tensors), [_packed(each) for each in blocks]
+
+
+def _expanded(blocks: list[Tensor], inputs: Inputs) -> list[Tensor]:
+    """Block lists as FA4 hands them to its kernels. It is not given them so: it packs the heads of
+    a group only if it sees that they share one list."""
+    batch, heads = inputs.q.shape[:2]
+    return [each.expand(batch, heads, *each.shape[2:]) for each in blocks]
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """FA4 looks at the strides of dimensions of size 1 too."""
+    return view_as(tensor, tensor.shape, packed_strides(tensor), 0)
+
+
+def _arguments(
+    problem: Problem, inputs: Inputs, visible: Visible, read: list[Tensor], blocks: list[Tensor]
+) -> dict[str, Any]:
+    """Arguments that FA4's forward and backward share."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    size = (QUERY_BLOCK, key_block(inputs.q.shape[3]))
+    return {
+        "softmax_scale": problem.scale,
+        "softcap": problem.softcap,
+        "learnable_sink": None if inputs.sink is None else inputs.sink.detach(),
+        "mask_mod": mask_function(visible.text),
+        "aux_tensors": read or None,
+        "block_sparse_tensors": BlockSparseTensorsTorch(*blocks, block_size=size),
+    }
+
+
+# --- The function that FA4 calls ------------------------------------------------------------------
+
+
+@functools.cache
+def mask_function(text: str) -> Callable[..., Any]:
+    """`text` as FA4's `mask_mod`, with the key under which FA4 remembers kernels compiled for it."""
+    import cutlass
+    from flash_attn.cute import utils
+
+    source = mask_source(text)
+    names: dict[str, Any] = {"cutlass": cutlass, "utils": utils}
+    exec(compile(source, f"<mask {text}>", "exec"), names)  # only what `mask_text.parsed` lets in
+    function: Callable[..., Any] = names["mask_mod"]
+    function.__cute_hash__ = hashlib.sha256(source.encode()).hexdigest()  # type: ignore[attr-defined]
+    return function
+
+
+def mask_source(text: str) -> str:
+    """The source of `mask_mod` for a mask as text."""
+    tree = ast.fix_missing_locations(_AsCute().visit(mask_text.copied(text)))
+    return (
+        "def mask_mod(batch, head, query, key, lengths, tensors):\n"
+        "    b, h, i, j = batch[0], head[0], query[0], key[0]\n"
+        "    Sq, Sk = lengths.seqlen_q, lengths.seqlen_k\n"
+        f"    visible = cutlass.Boolean({ast.unparse(tree)})\n"
+        "    return utils.scalar_to_ssa(visible, cutlass.Boolean)\n"
+    )
+
+
+class _AsCute(ast.NodeTransformer):
+    """Without short cuts, of which CuTe has none for values, and with reads inside of tensors."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        join: ast.operator = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        first, *others = (self.visit(value) for value in node.values)
+        for other in others:
+            first = ast.BinOp(first, join, other)
+        return first
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        operand = self.visit(node.operand)
+        if not isinstance(node.op, ast.Not):
+            return ast.UnaryOp(node.op, operand)
+        return ast.parse(f"cutlass.Boolean({ast.unparse(operand)}) == False", mode="eval").body
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        assert isinstance(node.value, ast.Name)
+        tensor = f"tensors[{mask_text.tensor_number(node.value.id)}]"
+        places = [
+            _inside(self.visit(place), f"{tensor}.shape[{dim}]")
+            for dim, place in enumerate(mask_text.index_of(node))
+        ]
+        return ast.parse(f"{tensor}[{', '.join(places)}]", mode="eval").body
+
+
+def _inside(place: ast.expr, size: str) -> str:
+    """An index kept inside of its dimension; batch, head and numbers that count always are."""
+    text = ast.unparse(place)
+    if text in _INDICES[:2] or text == "0":
+        return text
+    bounded = f"cutlass.min({text}, {size} - 1)"
+    return bounded if text in _INDICES else f"cutlass.max({bounded}, 0)"
