@@ -35,21 +35,26 @@ def program(seed: int) -> Program:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     shape = draw.choice(SIZES)
+    inputs = mask_inputs(shape)
+    graph = fx.Graph()
+    with Recording(graph, inputs) as recording:
+        value = Builder(draw, shape).mask(*inputs.values())
+    return Program(graph, recording.nodes[id(value)], value, shape, inputs)
+
+
+def mask_inputs(shape: tuple[int, int, int, int]) -> dict[str, Tensor]:
+    """What masks are made from, beside sizes."""
     b, h, sq, sk = shape
-    inputs = {
+    return {
         "padding": torch.rand(b, sk) < 0.7,
         "ids_q": torch.randint(0, 3, (b, sq)),
         "ids_k": torch.randint(0, 3, (b, sk)),
         "dense": torch.rand(b, 1, sq, sk) < 0.8,
         "per_head": torch.randint(0, 4, (h,)),
     }
-    graph = fx.Graph()
-    with _Recording(graph, inputs) as recording:
-        value = _Builder(draw, shape).mask(*inputs.values())
-    return Program(graph, recording.nodes[id(value)], value, shape, inputs)
 
 
-class _Recording(TorchFunctionMode):
+class Recording(TorchFunctionMode):
     """Writes what runs into a graph, in the way that Dynamo does, with its values."""
 
     def __init__(self, graph: fx.Graph, inputs: Mapping[str, Tensor]) -> None:
@@ -82,7 +87,7 @@ class _Recording(TorchFunctionMode):
         return self.nodes[id(value)] if isinstance(value, Tensor) else value
 
 
-class _Builder:
+class Builder:
     """Draws the program while it runs."""
 
     def __init__(self, draw: random.Random, shape: tuple[int, int, int, int]) -> None:
@@ -188,6 +193,9 @@ class _Builder:
             )
         )()
         diagonal = draw.choice((0, 0, 1, -2, 3))
+        if draw.random() < 0.3:  # of zeros and ones
+            ones = torch.ones(self.shape[2:]).tril(diagonal)[None, None]
+            return draw.choice((ones == 1, ones == 0, ones != 0, ones > 0, ones.bool(), ones < 1))
         made = whole.tril(diagonal) if draw.random() < 0.6 else torch.triu(whole, diagonal)
         return made[None, None]
 

@@ -152,9 +152,19 @@ def compare(op: str, left: Expr, right: Expr) -> Expr:
         return _compare_numbers(op, left.value, right.value)
     if isinstance(left, (Number, Literal)) and not isinstance(right, (Number, Literal)):
         return compare(_MIRRORED[op], right, left)
+    if isinstance(left, Apply) and left.op == "where" and isinstance(right, (Number, Literal)):
+        condition, *chosen = left.args
+        return where(condition, *(compare(op, each, right) for each in chosen))
+    if isinstance(left, Literal) and isinstance(right, Number) and _is_small(right.value):
+        return Literal(_COMPARISONS[op](left.value, int(right.value)))
     if op in ("==", "!=") and is_boolean(left) and isinstance(right, (Number, Literal)):
         return _against_known(op, left, right)
     return Apply(op, (left, right))
+
+
+def _is_small(value: sympy.Expr) -> bool:
+    """Whether every float dtype holds it, so that nothing is rounded for a comparison."""
+    return bool(value.is_Integer and abs(value) <= 256)
 
 
 def _against_known(op: str, left: Expr, right: Number | Literal) -> Expr:

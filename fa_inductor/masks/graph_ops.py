@@ -220,6 +220,15 @@ def _full(of: Interpreter, node: fx.Node, index: Index) -> Expr:
     return _filled(node, plain(value))
 
 
+@handles("tensor", "scalar_tensor")
+def _literal(of: Interpreter, node: fx.Node, index: Index) -> Expr:
+    """A number as a tensor of rank 0."""
+    _only(node, 1, "dtype", "device", "requires_grad", "pin_memory", "layout")
+    if index:
+        raise Opaque
+    return _filled(node, plain(node.args[0]))
+
+
 def _filled(node: fx.Node, value: Any) -> Expr:
     if value is None or isinstance(value, (torch.dtype, torch.device)):
         raise Opaque
