@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -29,18 +30,21 @@ from .calls import describe_call
 from .eager_examples import counterexamples, examples
 from .family import Emitter, NotUnderstood, Scope, Site, example_of, tensor_objection
 from .operands import Found, Leading, Operand, emit_all, fitted, objection, simplified, with_heads
-from .packed import packed_source
+from .packed import Packed, packed_source
 from .products import Product, values_product
 from .repeat_kv import passes_gradients
+from .score_band import band_of_steps, without_idle, words_of_steps
 from .score_bias import Bias, bias_of
-from .score_steps import NotAttention, Scaled, Unclear
+from .score_steps import NotAttention, Scaled, Step, Unclear
 from .scores import Scores, scores_of
 from .views import View
+from .visible import Band
 from .writes import write_between
 
 __all__ = ["ANCHORS", "NAME", "counterexamples", "examples", "match", "rewrite"]
 
 NAME = "eager"
+_NO_BAND = Band("none", (None, None), "")
 ANCHORS = (torch.matmul, torch.bmm, torch.einsum, operator.matmul, "matmul", "bmm", "__matmul__")
 
 
@@ -100,7 +104,10 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
     heads = leading or (example_of(_left(product)).shape[0], 1)
     operands = fitted(q, k, v, heads, found, node)
     scale, softcap = _scale(scores, by_query * by_key)
-    bias = bias_of(scores, leading, (*heads, *shape[-2:]), out.dtype)
+    full = (*heads, *shape[-2:])
+    band = band_of_steps(scores.steps, full, scope) or _NO_BAND
+    steps = [] if band.words else without_idle(scores.steps, full, scope)
+    bias = bias_of(steps, leading, full, out.dtype)
     _check_gradients(node, scores)
     _check_writes(node, scores, found)
     canonical = out.permute(*_inverse(product.order))
@@ -110,11 +117,14 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
         k=described[1],
         v=described[2],
         dtype=out.dtype,
+        causal=band.causal,
         scale=scale,
-        mask=None if bias is None else bias.text,
+        mask=None if bias is None else _in_words(bias, steps, full, scope),
+        proven=band.words or None,
         bias=None if bias is None else bias.spec,
         bias_needs_grad=bias is not None and bias.needs_grad and out.requires_grad,
         dropout_p=scores.dropout_p,
+        window=band.window,
         softcap=softcap,
         has_sink=scores.sink is not None,
         needs_grad=out.requires_grad,
@@ -130,6 +140,11 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
         (*scores.chain, *found.passed),
     )
     return Site(node, spec, details, is_core=False)
+
+
+def _in_words(bias: Bias, steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> str:
+    words = words_of_steps(steps, shape, scope)
+    return bias.text + (f": {words}" if words else "")
 
 
 def _scale(scores: Scores, factor: float) -> tuple[float, float]:
@@ -219,9 +234,7 @@ def rewrite(site: Site, kernel: str) -> None:
         for dim in (3, 2, 0):
             sink = emit.call("select", sink, dim, 0)
     rank = example_of(site.node).dim()
-    packed = None
-    if spec.needs_grad and bias is sink is None and not spec.dropout_p and not spec.softcap:
-        packed = _packed(details.operands)
+    packed = _packed(details.operands, spec) if bias is sink is None else None
     if packed is not None:
         out = emit.packed_attention(packed, spec, spec.scale, details.out_order, kernel)
     else:
@@ -234,7 +247,11 @@ def rewrite(site: Site, kernel: str) -> None:
     _remove(details.passed)
 
 
-def _packed(operands: tuple[Operand, Operand, Operand]) -> Any:
+def _packed(operands: tuple[Operand, Operand, Operand], spec: AttentionSpec) -> Packed | None:
+    """Where q, k and v come from, if their gradients can be written there together."""
+    plain = not (spec.dropout_p or spec.softcap) and spec.window == (None, None)
+    if not spec.needs_grad or not plain:
+        return None
     if any(operand.view.steps or operand.expand for operand in operands):
         return None
     return packed_source([operand.view.node for operand in operands])

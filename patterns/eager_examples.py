@@ -51,6 +51,12 @@ def _after(change: Callable[[Tensor], Tensor]) -> _Attention:
     return lambda q, k, v: change(_scores(q, k).softmax(-1)) @ v
 
 
+def _causal(length: int) -> Tensor:
+    """As Hugging Face makes it."""
+    places, lowest = torch.arange(length), torch.finfo(torch.float32).min
+    return torch.where(places[None] <= places[:, None], torch.tensor(0.0), lowest)
+
+
 def _hugging_face(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     weights = torch.matmul(q, k.transpose(2, 3)) * 8**-0.5 + _MASK
     weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
@@ -161,6 +167,7 @@ def examples() -> list[Example]:
         Example("negative scale", _with(lambda s: s * -1.5), _qkv()),
         Example("mask with masked_fill", _with(lambda s: s.masked_fill(_HIDDEN, inf)), _qkv()),
         Example("mask with where", _with(lambda s: torch.where(~_HIDDEN, s, _LOWEST)), _qkv()),
+        Example("mask made in the graph", _with(lambda s: s + _causal(6)), _qkv()),
         Example("mask before the scale", _with(lambda s: (s + _MASK) * 0.5), _qkv()),
         Example("ALiBi", _with(lambda s: s + _ALIBI), _qkv()),
         Example("ALiBi subtracted", _with(lambda s: s - _SLOPES * torch.arange(6)), _qkv()),

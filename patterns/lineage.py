@@ -13,7 +13,7 @@ from .calls import call_of
 from .family import example_of
 from .products import is_product
 
-_SEARCH_DEPTH = 10
+_SEARCH_DEPTH = 20
 
 
 def is_scores(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from .bias import additive, bias_spec, without_lost_rows
 from .family import Emitter, describe, example_of, tensor_objection
 from .operands import Leading, split_batch
 from .score_steps import REPLACED_BELOW, Added, Replaced, Scaled, Step, Unclear
-from .scores import Scores
 from .views import View
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -87,14 +87,14 @@ class Bias:
 
 
 def bias_of(
-    scores: Scores, leading: Leading | None, shape: tuple[Any, ...], dtype: torch.dtype
+    steps: Sequence[Step], leading: Leading | None, shape: tuple[Any, ...], dtype: torch.dtype
 ) -> Bias | None:
-    """All that is added to scores (B, H, Sq, Sk) = `shape`; None if there is nothing.
+    """All that `steps` add to scores (B, H, Sq, Sk) = `shape`; None if there is nothing.
 
     leading: (B, H), None where the scores never have two leading dimensions.
     """
     parts: list[_Part | Scaled] = []
-    for step in scores.steps:
+    for step in steps:
         if not isinstance(step, Scaled):
             parts.append(_part(step, leading, shape))
         elif parts:
@@ -107,7 +107,7 @@ def bias_of(
     floats = [part.spec.dtype for part in tensors if isinstance(part.step, Added)]
     # Of the parts' dtypes the one that the support table has to judge: any that is not the op's.
     taken = next((each for each in floats if each != dtype), dtype)
-    _check_values(scores.steps, taken)
+    _check_values(steps, taken)
     text = " and ".join(describe("mask", part.step.node) for part in tensors)
     sizes = tuple(_broadcast([part.spec.shape[dim] for part in tensors]) for dim in range(4))
     spec = TensorSpec(sizes, _contiguous(sizes), taken, tensors[0].spec.device)
@@ -117,7 +117,7 @@ def bias_of(
     return Bias(tuple(parts), spec, text, needs_grad)
 
 
-def _check_values(steps: list[Step], dtype: torch.dtype) -> None:
+def _check_values(steps: Sequence[Step], dtype: torch.dtype) -> None:
     """What scores are replaced by must be as low as it claims in the bias, when all is done."""
     for place, step in enumerate(steps):
         if not isinstance(step, Replaced) or step.value == float("-inf"):

@@ -12,6 +12,9 @@ from torch import fx
 from .. import symbolic
 from .family import Scope, example_of, source_of
 
+# (mask, whether True in it hides a key, whether by a huge number instead of -inf).
+Part = tuple[fx.Node, bool, bool]
+
 
 @dataclass(frozen=True)
 class Band:
@@ -27,12 +30,7 @@ class Band:
 
 def band_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> Band | None:
     """The band that is all of a mask of scores `shape` (B, H, Sq, Sk); None for any other."""
-    found = _understood(mask, shape, scope)
-    if found is None or not found.is_band:
-        return None
-    band = _aligned(found.left, found.right, found.space)
-    words = f"{_in_words(found)}, proven from the mask at {source_of(mask)}"
-    return None if band is None else Band(*band, words)
+    return _band(_understood(mask, shape, scope), source_of(mask))
 
 
 def words_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> str | None:
@@ -60,6 +58,28 @@ def formula_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> tuple[Any, 
     return formula, "causal" if is_causal else "keys" if found.is_by_key else "other"
 
 
+def band_of_all(masks: Sequence[Part], shape: Sequence[Any], scope: Scope) -> Band | None:
+    """As `band_of`, of masks all of which a key has to pass."""
+    found = _meant(masks, shape, scope)
+    if found is None or found.is_doubtful:
+        return None
+    return _band(found, source_of(masks[-1][0]))
+
+
+def words_of_all(masks: Sequence[Part], shape: Sequence[Any], scope: Scope) -> str | None:
+    """As `words_of`, of masks all of which a key has to pass."""
+    found = _meant(masks, shape, scope)
+    return None if found is None else _in_words(found)
+
+
+def _band(found: Any, source: str) -> Band | None:
+    if found is None or not found.is_band:
+        return None
+    band = _aligned(found.left, found.right, found.space)
+    words = f"{_in_words(found)}, proven from the mask at {source}"
+    return None if band is None else Band(*band, words)
+
+
 def _understood(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> Any:
     # Imported late: they bring in sympy.
     from ..masks import terms
@@ -70,6 +90,19 @@ def _understood(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> Any:
     if key not in scope.understood:
         interpreter = Interpreter(mask.graph, Space.of(shape), scope.operands)
         scope.understood[key] = terms.understand(mask, interpreter)
+    return scope.understood[key]
+
+
+def _meant(masks: Sequence[Part], shape: Sequence[Any], scope: Scope) -> Any:
+    from ..masks import terms
+    from ..masks.graphs import Interpreter
+    from ..masks.spaces import Space
+
+    key = (*masks, *map(str, shape))
+    if key not in scope.understood:
+        interpreter = Interpreter(masks[0][0].graph, Space.of(shape), scope.operands)
+        parts = [terms.Part(*mask) for mask in masks]
+        scope.understood[key] = terms.meant(parts, interpreter)
     return scope.understood[key]
 
 

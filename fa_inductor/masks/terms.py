@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +32,30 @@ class Formula:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One mask of a node's.
+
+    hides: whether True in a bool mask hides a key, instead of showing it. is_soft: whether its
+    scores are then replaced by a huge number, and not by -inf.
+    """
+
+    node: fx.Node
+    hides: bool = False
+    is_soft: bool = False
+
+
+@dataclass(frozen=True)
 class Mask:
-    """What is visible: i - left <= j <= i + right, None where unbounded, and all of `rest`."""
+    """What is visible: i - left <= j <= i + right, None where unbounded, and all of `rest`.
+
+    is_soft: whether something is hidden by a huge number, and not by -inf.
+    """
 
     space: Space
     left: sympy.Expr | None
     right: sympy.Expr | None
     rest: tuple[Expr, ...]
+    is_soft: bool = False
 
     @property
     def is_everything(self) -> bool:
@@ -71,6 +90,11 @@ class Mask:
         return self.left is None and self.right is None and QUERY not in symbols
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether a query may see nothing and give an average of hidden keys, not 0."""
+        return self.is_soft and not self.sees_something
+
+    @property
     def whole(self) -> Expr:
         parts = [*self.rest]
         if self.left is not None:
@@ -87,20 +111,34 @@ def understand(mask: fx.Node, interpreter: Interpreter) -> Mask | None:
     A float mask counts if it adds 0 or -inf; or a huge number instead of -inf, where every query
     sees something else.
     """
+    found = meant([Part(mask)], interpreter)
+    return None if found is None or found.is_doubtful else found
+
+
+def meant(parts: Sequence[Part], interpreter: Interpreter) -> Mask | None:
+    """What masks mean of which a key has to pass all; None where one cannot be written."""
+    visible: list[Expr] = []
+    is_soft = False
+    for part in parts:
+        tensor = part.node.meta["example_value"]
+        if tensor.requires_grad:
+            return None
+        index = tuple(map(Number, INDICES[4 - tensor.dim() :]))
+        try:
+            element = interpreter.element(part.node, index)
+            if tensor.dtype == torch.bool:
+                shown = ex.truth(element)
+                visible.append(ex.negate(shown) if part.hides else shown)
+                is_soft |= part.is_soft
+            else:
+                shown, soft = _visible(element)
+                visible.append(shown)
+                is_soft |= soft
+        except Opaque:
+            return None
     space = interpreter.space
-    tensor = mask.meta["example_value"]
-    index = tuple(map(Number, INDICES[4 - tensor.dim() :]))
-    try:
-        element = interpreter.element(mask, index)
-        if tensor.dtype == torch.bool:
-            visible, is_soft = ex.truth(element), False
-        else:
-            visible, is_soft = _visible(element)
-    except Opaque:
-        return None
-    found = _split(space, space.simplified(visible))
-    if is_soft and not found.sees_something:
-        return None
+    found = _split(space, space.simplified(ex.all_of(*visible)))
+    found = dataclasses.replace(found, is_soft=is_soft)
     reads = [read.node for term in found.rest for read in ex.reads_of(term)]
     if any(map(interpreter.is_written, reads)):  # it may have been another when it was read
         return None
