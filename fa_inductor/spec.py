@@ -120,7 +120,8 @@ class AttentionSpec:
     @property
     def scores(self) -> tuple[Dim, Dim, Dim, Dim]:
         """The shape of the scores, (B, Hq, Sq, Sk)."""
-        return (*self.q.shape[:2], *self.lengths)
+        batch, heads = self.q.shape[:2]
+        return (batch, heads, *self.lengths)
 
     @property
     def band(self) -> tuple[int | None, int | None]:

@@ -29,11 +29,12 @@ from ..support_row import dtype_name
 from .calls import describe_call
 from .eager_examples import counterexamples, examples
 from .family import Emitter, NotUnderstood, Scope, Site, example_of, tensor_objection
+from .masked import VisibleMask, emit_masked, takes_formula
 from .operands import Found, Leading, Operand, emit_all, fitted, objection, simplified, with_heads
 from .packed import Packed, packed_source
 from .products import Product, values_product
 from .repeat_kv import passes_gradients
-from .score_band import band_of_steps, without_idle, words_of_steps
+from .score_band import band_of_steps, visible_steps, without_idle, words_of_steps
 from .score_bias import Bias, bias_of
 from .score_steps import NotAttention, Scaled, Step, Unclear
 from .scores import Scores, scores_of
@@ -57,6 +58,7 @@ class _Details:
 
     operands: tuple[Operand, Operand, Operand]
     bias: Bias | None
+    visible: VisibleMask | None
     sink: fx.Node | None
     out_order: str
     order: tuple[int, ...]
@@ -108,6 +110,7 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
     band = band_of_steps(scores.steps, full, scope) or _NO_BAND
     steps = [] if band.words else without_idle(scores.steps, full, scope)
     bias = bias_of(steps, leading, full, out.dtype)
+    visible = visible_steps(steps, full, scope)
     _check_gradients(node, scores)
     _check_writes(node, scores, found)
     canonical = out.permute(*_inverse(product.order))
@@ -123,6 +126,7 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
         proven=band.words or None,
         bias=None if bias is None else bias.spec,
         bias_needs_grad=bias is not None and bias.needs_grad and out.requires_grad,
+        formula=visible and visible.spec,
         dropout_p=scores.dropout_p,
         window=band.window,
         softcap=softcap,
@@ -134,6 +138,7 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
     details = _Details(
         operands,
         bias,
+        visible,
         scores.sink,
         _out_order(canonical, leading),
         product.order,
@@ -226,19 +231,23 @@ def rewrite(site: Site, kernel: str) -> None:
     details: _Details = site.details
     spec = site.spec
     q, k, v = emit_all(emit, details.operands, spec.dtype)
-    bias = sink = None
-    if details.bias is not None:
-        bias, q = details.bias.emit(emit, q, spec.has_sink)
+    sink = None
     if details.sink is not None:
         sink = details.sink
         for dim in (3, 2, 0):
             sink = emit.call("select", sink, dim, 0)
     rank = example_of(site.node).dim()
-    packed = _packed(details.operands, spec) if bias is sink is None else None
+    layout = (spec.scale, details.out_order, kernel)
+    packed = _packed(details.operands, spec) if details.bias is sink is None else None
     if packed is not None:
-        out = emit.packed_attention(packed, spec, spec.scale, details.out_order, kernel)
+        out = emit.packed_attention(packed, spec, *layout)
+    elif details.visible is not None and takes_formula(spec, kernel):
+        out = emit_masked(emit, (q, k, v), spec, details.visible, *layout, sink)
     else:
-        out = emit.attention((q, k, v), spec, spec.scale, details.out_order, kernel, bias, sink)
+        bias = None
+        if details.bias is not None:
+            bias, q = details.bias.emit(emit, q, spec.has_sink)
+        out = emit.attention((q, k, v), spec, *layout, bias, sink)
     if rank == 3:
         out = emit.call("flatten", out, 0, 1)
     if details.order != tuple(range(rank)):

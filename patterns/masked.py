@@ -14,21 +14,23 @@ from torch import fx
 from .. import graph_writes, symbolic
 from ..kernels import masked
 from ..masked_problem import QUERY_BLOCK, blocks_in, key_block
+from ..op_memory import lse_dtype
 from ..spec import AttentionSpec, MaskFormula
 from .bias import bias_spec
 from .family import Emitter, Scope, Value, example_of
-from .visible import formula_of
+from .visible import Part, VisibleText, text_of
 
 
 @dataclass
 class SharedMask:
     """One mask of a graph, however many sites have it, each perhaps through a view of its own.
 
-    node: the earliest of them. last: what was put into the graph behind it so far. made: that, by
-    what it is.
+    node: the earliest of them. hides: whether True in it hides a key. last: what was put into the
+    graph behind it so far. made: that, by what it is.
     """
 
     node: fx.Node
+    hides: bool
     last: fx.Node | None = None
     made: dict[Any, list[fx.Node]] = field(default_factory=dict)
 
@@ -45,28 +47,33 @@ class SharedMask:
 
 @dataclass(frozen=True)
 class VisibleMask:
-    """A mask as text, for one site. tensors: what it reads. shared: None if the mask must be read
-    where the site is, since it is written to."""
+    """A mask as text, for one site of those that share it."""
 
+    text: VisibleText
     node: fx.Node
-    spec: MaskFormula
-    tensors: tuple[fx.Node, ...]
-    shared: SharedMask | None
+    hides: bool
+    shared: SharedMask
+
+    @property
+    def spec(self) -> MaskFormula:
+        return MaskFormula(self.text.text, self.text.kind)
 
 
-def visible_mask(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> VisibleMask | None:
-    """A mask of scores `shape` (B, H, Sq, Sk) as text; None for one that adds something."""
-    found = formula_of(mask, shape, scope)
-    if found is None or example_of(mask).requires_grad:
+def visible_mask(mask: Part, shape: Sequence[Any], scope: Scope) -> VisibleMask | None:
+    """A mask of scores `shape` (B, H, Sq, Sk) as text; None for one that adds something, and for
+    one that is written to: the op keeps what it reads for its backward."""
+    node, hides, _ = mask
+    written = graph_writes.written_storages(node.graph)
+    if example_of(node).requires_grad or not written.isdisjoint(graph_writes.storages(node)):
         return None
-    formula, kind = found
-    shared = None
-    if graph_writes.written_storages(mask.graph).isdisjoint(graph_writes.storages(mask)):
-        key = ("mask", formula, *map(str, shape))
-        shared = scope.understood.setdefault(key, SharedMask(mask))
-        if mask < shared.node:
-            shared.node = mask
-    return VisibleMask(mask, MaskFormula(formula.text, kind), formula.tensors, shared)
+    text = text_of(mask, shape, scope)
+    if text is None:
+        return None
+    key = ("mask", text.text, text.tensors, *map(str, shape))
+    shared = scope.understood.setdefault(key, SharedMask(node, hides))
+    if node < shared.node:
+        shared.node, shared.hides = node, hides
+    return VisibleMask(text, node, hides, shared)
 
 
 def takes_formula(spec: AttentionSpec, kernel: str) -> bool:
@@ -93,22 +100,40 @@ def emit_masked(
     arguments = (scale, out_order, spec.deterministic, kernel, *extras)
     blocks = _blocks(emit, tensors, mask, spec)
     op = torch.ops.fa_inductor.attention_masked.default
-    both = emit.call(op, *tensors, mask.spec.text, list(mask.tensors), blocks, *arguments)
-    return emit.call(operator.getitem, both, 0)
+    text = mask.text
+    both = emit.call(op, *tensors, text.text, list(text.tensors), blocks, *arguments)
+    out = emit.call(operator.getitem, both, 0)
+    if not text.averages or sink is not None:
+        return out
+    return _with_averages(emit, out, emit.call(operator.getitem, both, 1), tensors[2], spec)
+
+
+def _with_averages(
+    emit: Emitter, out: fx.Node, lse: fx.Node, value: Value, spec: AttentionSpec
+) -> fx.Node:
+    """`out`, and for queries that see nothing the average of all values: softmax of scores that
+    are all one huge number. Beside a sink it would be lost, and 0 is right."""
+    lost = emit.call("unsqueeze", emit.call(torch.eq, lse, float("-inf")), -1)
+    average = emit.call(torch.mean, value, 2, True, dtype=lse_dtype(spec.dtype))
+    heads, shared = spec.heads
+    if not symbolic.same(heads, shared) and not symbolic.same(shared, 1):
+        groups = symbolic.as_int(heads) // symbolic.as_int(shared)
+        average = emit.call(torch.repeat_interleave, average, groups, 1)
+    return emit.call(torch.where, lost, emit.call("to", average, spec.dtype), out)
 
 
 def _blocks(
     emit: Emitter, tensors: Sequence[Value], mask: VisibleMask, spec: AttentionSpec
 ) -> list[fx.Node]:
     """The lists of blocks: right behind the mask, once for all of its sites; in front of this one
-    if the mask is written to, or if it does not have all sizes that are symbolic."""
+    if the mask does not have all sizes that are symbolic."""
     keys = key_block(symbolic.as_int(spec.head_dims[0]))
     shared = mask.shared
-    if shared is not None and _has_sizes(example_of(shared.node), spec.lengths):
-        node, once = shared.node, shared.once
+    if _has_sizes(example_of(shared.node), spec.lengths):
+        node, hides, once = shared.node, shared.hides, shared.once
         owners = [(node, -2), (node, -1)]
     else:
-        node = mask.node
+        node, hides = mask.node, mask.hides
         owners = [(tensors[0], 2), (tensors[1], 2)]
 
         def once(key: Any, make: Callable[[Emitter], list[fx.Node]]) -> list[fx.Node]:
@@ -119,7 +144,7 @@ def _blocks(
             symbolic.as_int(size) if symbolic.is_static(size) else emit.call("size", *owner)
             for size, owner in zip(spec.lengths, owners, strict=True)
         ]
-        return [_count(emit, node, spec, sizes, keys)]
+        return [_count(emit, _shown(emit, node, hides), example_of(node), spec, sizes, keys)]
 
     counted = once(("count", keys), count)
     made: list[fx.Node] = []
@@ -143,14 +168,25 @@ def _has_sizes(mask: torch.Tensor, lengths: Sequence[Any]) -> bool:
     )
 
 
+def _shown(emit: Emitter, mask: fx.Node, hides: bool) -> fx.Node:
+    """The mask as bools, True where something is visible."""
+    if example_of(mask).dtype != torch.bool:
+        return emit.call(torch.eq, mask, 0)
+    return emit.call(torch.logical_not, mask) if hides else mask
+
+
 def _count(
-    emit: Emitter, mask: fx.Node, spec: AttentionSpec, sizes: Sequence[Value], keys: int
+    emit: Emitter,
+    node: fx.Node,
+    given: torch.Tensor,
+    spec: AttentionSpec,
+    sizes: Sequence[Value],
+    keys: int,
 ) -> fx.Node:
-    """How many places of each block are visible, (B or 1, H or 1, rows, columns) int32."""
-    given = example_of(mask)
-    node = mask
-    if given.dtype != torch.bool:  # 0 where visible
-        node = emit.call(torch.eq, node, 0)
+    """How many places of each block are visible, (B or 1, H or 1, rows, columns) int32.
+
+    given: what a mask like `node` was recorded as.
+    """
     for _ in range(4 - given.dim()):
         node = emit.call("unsqueeze", node, 0)
     taken = bias_spec(given, spec.scores)

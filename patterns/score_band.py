@@ -10,6 +10,7 @@ import torch
 
 from .. import symbolic
 from .family import Scope, example_of
+from .masked import VisibleMask, visible_mask
 from .score_steps import Replaced, Scaled, Step
 from .visible import Band, Part, band_of_all, words_of_all
 
@@ -25,6 +26,13 @@ def words_of_steps(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) ->
     """What the masks are, for people; None where they are not understood, or are no masks."""
     masks = _masks(steps)
     return words_of_all(masks, shape, scope) if masks else None
+
+
+def visible_steps(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> VisibleMask | None:
+    """The mask that is all that is done to scores, beside scaling them, as text; None where
+    something else is done, or more than one mask is applied."""
+    masks = _masks(steps)
+    return visible_mask(masks[0], shape, scope) if masks and len(masks) == 1 else None
 
 
 def without_idle(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> list[Step]:

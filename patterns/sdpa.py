@@ -101,7 +101,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     bias = None if mask is None else bias_spec(example_of(mask), scores)
     if isinstance(bias, str):
         return NotUnderstood(node, f"attn_mask has {bias}")
-    visible = None if mask is None else visible_mask(mask, scores, scope)
+    visible = None if mask is None else visible_mask((mask, False, False), scores, scope)
     spec = AttentionSpec(
         q,
         k,

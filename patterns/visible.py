@@ -39,23 +39,39 @@ def words_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> str | None:
     return None if found is None else _in_words(found)
 
 
-def formula_of(mask: fx.Node, shape: Sequence[Any], scope: Scope) -> tuple[Any, str] | None:
-    """(`fa_inductor.masks.terms.Formula`, `MaskFormula.kind`) of a mask that only shows and hides;
-    None for one that adds something else, or has more than four dimensions."""
+@dataclass(frozen=True)
+class VisibleText:
+    """A mask as text. tensors: what it reads. kind: as in `MaskFormula`.
+
+    averages: whether a query that sees nothing gives the average of all values, and not 0.
+    """
+
+    text: str
+    tensors: tuple[fx.Node, ...]
+    kind: str
+    averages: bool
+
+
+def text_of(mask: Part, shape: Sequence[Any], scope: Scope) -> VisibleText | None:
+    """A mask that only shows and hides as text; None for one that adds something else, that hides
+    in a way that no text says, or that has more than four dimensions."""
     from ..masks import terms
 
-    tensor = example_of(mask)
-    found = _understood(mask, shape, scope)
+    node, hides, is_soft = mask
+    tensor = example_of(node)
+    found = _meant([mask], shape, scope)
     formula = None if found is None else terms.formula(found)
-    if formula is None:
-        if tensor.dtype != torch.bool or not 0 < tensor.dim() <= 4:
+    if found is not None and formula is not None:
+        if found.is_doubtful and not found.is_uniform:
             return None
-        formula = terms.dense_formula(mask)
-    if found is None:
-        by_key = symbolic.same((1, *tensor.shape)[-2], 1)
-        return formula, "keys" if by_key else "other"
-    is_causal = found.right is not None
-    return formula, "causal" if is_causal else "keys" if found.is_by_key else "other"
+        is_causal = found.right is not None
+        kind = "causal" if is_causal else "keys" if found.is_by_key else "other"
+        return VisibleText(formula.text, formula.tensors, kind, found.is_doubtful)
+    if tensor.dtype != torch.bool or not 0 < tensor.dim() <= 4:
+        return None
+    formula = terms.dense_formula(node, hides)
+    kind = "keys" if symbolic.same((1, *tensor.shape)[-2], 1) else "other"
+    return VisibleText(formula.text, formula.tensors, kind, is_soft)
 
 
 def band_of_all(masks: Sequence[Part], shape: Sequence[Any], scope: Scope) -> Band | None:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from fa_inductor import compile_pass
 from fa_inductor.config import Config
 from fa_inductor.rewrite import SiteRecord
-from fa_inductor.spec import AttentionSpec, TensorSpec
+from fa_inductor.spec import AttentionSpec, MaskFormula, TensorSpec
 from fa_inductor.target import TESTED_LIBRARIES, Target
 
 HOPPER, BLACKWELL, GEFORCE, AMPERE = "sm_90a", "sm_100a", "sm_120a", "sm_80"
@@ -117,6 +117,7 @@ def _broken(kernel: str) -> Callable[..., Break]:
 
 TRAINING: dict[str, Any] = {"needs_grad": True}
 FULL = (2, 8, 128, 128)  # a mask of every score
+SEEN = MaskFormula("(t0[b, h, i, j] != 0)", "other")
 HUGE = (1, 2, 32768, 32768)
 
 
@@ -161,7 +162,17 @@ FA4_BREAKS = [
         change=torch.Tensor.contiguous,
     ),
     fa4("deterministic", "a deterministic backward", GEFORCE, deterministic=True, **TRAINING),
-    fa4("mask", "attn_mask bool (2, 8, 128, 128)", bias=FULL),
+    fa4("mask", "attn_mask bfloat16 (2, 8, 128, 128)", bias=FULL, bias_dtype=torch.bfloat16),
+    fa4("mask", "attn_mask bool (2, 8, 128, 128)", bias=FULL, formula=SEEN, causal="bottom_right"),
+    fa4("mask", "attn_mask bool (2, 8, 128, 128)", BLACKWELL, bias=FULL, formula=SEEN),
+    fa4(
+        "mask",
+        "a deterministic backward with attn_mask bool (2, 8, 128, 128)",
+        bias=FULL,
+        formula=SEEN,
+        deterministic=True,
+        **TRAINING,
+    ),
     fa4("mask", "attn_mask of a kind unknown", mask="attn_mask of a kind unknown"),
     fa4("dropout", "dropout_p=0.1 > 0", dropout_p=0.1),
     fa4("causal", "is_causal with Sq 100 and Sk 128", sq=100, causal="top_left"),

@@ -76,6 +76,9 @@ def test_a_bias_aligned_otherwise_gives_the_other_answer(sq: int, sk: int) -> No
         torch.testing.assert_close(out[:, :, keyless:].double(), expected, **TOLERANCE)
 
 
+MASKED = "attn_mask bool (1, 1, 8, 8): dense (mask)"
+
+
 @BOTH_ROUTES
 def test_a_mask_beside_is_causal_is_applied_too(compiler: Callable[..., Any]) -> None:
     """Where PyTorch's CPU path takes both, it applies both; neither may get lost (MK-07).
@@ -94,7 +97,7 @@ def test_a_mask_beside_is_causal_is_applied_too(compiler: Callable[..., Any]) ->
     assert outcome.kernel_calls == 1
     (site,) = outcome.report.sites
     assert site.spec
-    assert (site.spec.causal, site.spec.mask) == ("top_left", "attn_mask bool (1, 1, 8, 8)")
+    assert (site.spec.causal, site.spec.mask) == ("top_left", MASKED)
     with torch.no_grad():
         out, _ = run_poisoned(compiled, (q, k, v, mask))
         torch.testing.assert_close(out, attend(q, k, v, attn_mask=mask.tril()), **TOLERANCE)

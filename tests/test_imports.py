@@ -80,6 +80,7 @@ INSIDE = {
         ("lineage",),
         ("score_steps",),
         ("scores", "operands"),
+        ("masked",),
         ("score_bias", "score_band"),
         ("sdpa", "mha", "op_call", "eager"),
         ("__init__",),

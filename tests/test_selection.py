@@ -134,6 +134,10 @@ def with_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, attn_mask=_MASK)
 
 
+def with_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v, attn_mask=_MASK.bfloat16())
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(q, k, v, is_causal=True)
 
@@ -168,7 +172,7 @@ FALLBACKS: dict[str, tuple[Callable[..., Tensor], str, str]] = {
     ),
     "mask of another dtype (MK-06)": (
         with_float32_mask,
-        "attn_mask float32 (16, 16) (no attn_mask; ",
+        "attn_mask float32 (16, 16) (masks that only show and hide; ",
         "attn_mask float32 (16, 16) beside a bfloat16 query (bool, or the query's dtype",
     ),
     "dropout of everything (DR-01)": (
@@ -193,7 +197,7 @@ def test_a_fallback_says_why(fn: Callable[..., Tensor], fa4: str, cudnn: str) ->
 # What cuDNN takes and FA4 does not, and FA4's reason.
 ONLY_CUDNN: dict[str, tuple[Callable[..., Tensor], list[Tensor], str]] = {
     "dropout (DR-01)": (with_dropout, qkv(), "dropout_p=0.1 > 0 (FA4 has no dropout"),
-    "mask": (with_mask, qkv(), "attn_mask bool (16, 16) (no attn_mask"),
+    "mask": (with_bias, qkv(), "attn_mask bfloat16 (16, 16) (masks that only show and hide"),
     "unequal lengths (MK-03)": (causal, qkv(sq=7), "is_causal with Sq 7 and Sk 16 (top-left"),
     "scale (PM-02)": (negatively_scaled, qkv(), "scale -0.25 (a positive number"),
 }

@@ -20,7 +20,7 @@ from fa_inductor import compile_pass, fingerprint, kernels, times
 from fa_inductor.config import DEFAULT_KERNELS, Config
 from fa_inductor.errors import CoverageError
 from fa_inductor.select import Choice, choose
-from fa_inductor.spec import AttentionSpec
+from fa_inductor.spec import AttentionSpec, MaskFormula
 from fa_inductor.target import NAMED_TARGETS
 from fa_inductor.times import CORE, Measured
 
@@ -62,13 +62,16 @@ def chosen(problem: AttentionSpec, arch: str = HOPPER, **config: Any) -> Choice:
 # --- Which row ----------------------------------------------------------------------------------
 
 
+KINDS = ("plain", "causal", "window", "bias", "padding", "causal mask", "mask", "dropout")
+
+
 def which(problem: AttentionSpec) -> float | None:
     """What the row that is taken says of "fa4"."""
     return times.of(problem, target(HOPPER)).get("fa4")
 
 
 def test_the_direction_and_the_kind_must_be_those_of_the_problem(table: Table) -> None:
-    kinds = ("plain", "causal", "window", "bias", "padding", "dropout")
+    kinds = KINDS
     numbered = {both: float(n) for n, both in enumerate(itertools.product(("fwd", "bwd"), kinds))}
     table(*(row(passes, kind, fa4=time) for (passes, kind), time in numbered.items()))
     changes: dict[str, list[dict[str, Any]]] = {
@@ -76,7 +79,9 @@ def test_the_direction_and_the_kind_must_be_those_of_the_problem(table: Table) -
         "causal": [{"causal": "top_left"}, {"causal": "bottom_right"}],
         "window": [{"window": (64, None)}, {"window": (64, 0), "causal": "bottom_right"}],
         "bias": [{"bias": (2, 8, 128, 128)}, {"bias": (1, 1, 128, 128), "causal": "top_left"}],
-        "padding": [{"bias": (2, 1, 1, 128)}],
+        "padding": [{"bias": (2, 1, 1, 128), "formula": MaskFormula("(t0[b, j] != 0)", "keys")}],
+        "causal mask": [{"bias": (2, 1, 128, 128), "formula": MaskFormula("(j < i)", "causal")}],
+        "mask": [{"bias": (2, 1, 128, 128), "formula": MaskFormula("(t0[i, j] != 0)", "other")}],
         "dropout": [{"dropout_p": 0.1}, {"dropout_p": 0.1, "bias": (2, 1, 1, 128)}],
     }
     for kind, each in changes.items():
@@ -132,7 +137,7 @@ def test_symbols_count_as_what_they_are_now(table: Table) -> None:
         torch._dynamo.reset()
         fn, planned = planning(masked, target(HOPPER), DEFAULT_KERNELS)
         q = torch.randn(2, 2, length, 64, dtype=torch.bfloat16)
-        mask = torch.ones(length, length, dtype=torch.bool)
+        mask = torch.ones(length, length, dtype=torch.bfloat16)
         torch._dynamo.mark_dynamic(q, 2)
         torch._dynamo.mark_dynamic(mask, [0, 1])
         fn(q, mask)
@@ -339,9 +344,7 @@ def test_a_shipped_table_can_be_read(path: Path) -> None:
     assert arch in NAMED_TARGETS
     rows = times._table(arch)
     assert {(each.passes, each.kind) for each in rows} == {
-        (passes, kind)
-        for passes in ("fwd", "bwd")
-        for kind in ("plain", "causal", "window", "bias", "padding", "dropout")
+        (passes, kind) for passes in ("fwd", "bwd") for kind in KINDS
     }
     for each in rows:
         assert each.heads_q % each.heads_kv == 0

@@ -133,7 +133,7 @@ def _arguments(
 
 @functools.cache
 def mask_function(text: str) -> Callable[..., Any]:
-    """`text` as FA4's `mask_mod`, with the key under which FA4 remembers kernels compiled for it."""
+    """`text` as FA4's `mask_mod`, with the key of what FA4 compiles for it."""
     import cutlass
     from flash_attn.cute import utils
 

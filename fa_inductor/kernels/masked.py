@@ -8,9 +8,9 @@ Such a kernel is a module with
   `grads`, of which there are none of a bias.
 
 `visible` is a `fa_inductor.masked_problem.Visible`; the rest is as in `fa_inductor.kernels`, also
-what the two functions return. The order of the tensors of a repeated call is (q, k, v, sink, *mask
-tensors, *blocks, out, lse) and (..., lse, grad_out, grad_lse, *grads but bias), where blocks are the
-four of `by_query` in the forward and those of `by_key` in the backward.
+what the two functions return. The tensors of a repeated call come in the order (q, k, v, sink,
+*mask tensors, *blocks, out, lse) and (..., lse, grad_out, grad_lse, *grads but bias), where blocks
+are the four of `by_query` in the forward and those of `by_key` in the backward.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Part:
 class Mask:
     """What is visible: i - left <= j <= i + right, None where unbounded, and all of `rest`.
 
-    is_soft: whether something is hidden by a huge number, and not by -inf.
+    is_soft: whether something is hidden by a huge number, and not by -inf. is_uniform: whether
+        all that is hidden is so by one and the same number.
     """
 
     space: Space
@@ -56,6 +58,7 @@ class Mask:
     right: sympy.Expr | None
     rest: tuple[Expr, ...]
     is_soft: bool = False
+    is_uniform: bool = False
 
     @property
     def is_everything(self) -> bool:
@@ -118,7 +121,7 @@ def understand(mask: fx.Node, interpreter: Interpreter) -> Mask | None:
 def meant(parts: Sequence[Part], interpreter: Interpreter) -> Mask | None:
     """What masks mean of which a key has to pass all; None where one cannot be written."""
     visible: list[Expr] = []
-    is_soft = False
+    hidden: set[float] = set()  # what stands in the place of scores
     for part in parts:
         tensor = part.node.meta["example_value"]
         if tensor.requires_grad:
@@ -129,34 +132,35 @@ def meant(parts: Sequence[Part], interpreter: Interpreter) -> Mask | None:
             if tensor.dtype == torch.bool:
                 shown = ex.truth(element)
                 visible.append(ex.negate(shown) if part.hides else shown)
-                is_soft |= part.is_soft
+                hidden.add(_HUGE if part.is_soft else -math.inf)
             else:
-                shown, soft = _visible(element)
+                shown, values = _visible(element)
                 visible.append(shown)
-                is_soft |= soft
+                hidden |= values
         except Opaque:
             return None
     space = interpreter.space
     found = _split(space, space.simplified(ex.all_of(*visible)))
-    found = dataclasses.replace(found, is_soft=is_soft)
+    is_soft, is_uniform = any(map(math.isfinite, hidden)), len(parts) == len(hidden) == 1
+    found = dataclasses.replace(found, is_soft=is_soft, is_uniform=is_uniform)
     reads = [read.node for term in found.rest for read in ex.reads_of(term)]
     if any(map(interpreter.is_written, reads)):  # it may have been another when it was read
         return None
     return found if all(map(_is_writable, found.rest)) and found.dense_reads <= 1 else None
 
 
-def _visible(added: Expr) -> tuple[Expr, bool]:
-    """Where an added mask is 0, and whether it is only huge elsewhere."""
+def _visible(added: Expr) -> tuple[Expr, set[float]]:
+    """Where an added mask is 0, and the huge numbers that it is elsewhere."""
     if isinstance(added, Literal):
         if added.value == 0:
-            return ex.TRUE, False
+            return ex.TRUE, set()
         if added.value <= _HUGE:
-            return ex.FALSE, added.value != float("-inf")
+            return ex.FALSE, {added.value}
         raise Opaque
     if isinstance(added, Apply) and added.op == "where":
         condition, chosen, other = added.args
-        (left, soft_left), (right, soft_right) = _visible(chosen), _visible(other)
-        return ex.where(condition, left, right), soft_left or soft_right
+        (left, left_values), (right, right_values) = _visible(chosen), _visible(other)
+        return ex.where(condition, left, right), left_values | right_values
     raise Opaque
 
 
@@ -226,12 +230,12 @@ def formula(mask: Mask) -> Formula | None:
     return None if text is None else Formula(text, tuple(tensors))
 
 
-def dense_formula(mask: fx.Node) -> Formula:
-    """A bool mask of rank 1 to 4 that is read at every place."""
+def dense_formula(mask: fx.Node, hides: bool) -> Formula:
+    """A bool mask of rank 1 to 4 that is read at every place; hides: as in `Part`."""
     sizes = mask.meta["example_value"].shape
     names = [symbol.name for symbol in INDICES[4 - len(sizes) :]]
     index = ("0" if size == 1 else name for size, name in zip(sizes, names, strict=True))
-    return Formula(f"(t0[{', '.join(index)}] != 0)", (mask,))
+    return Formula(f"(t0[{', '.join(index)}] {'==' if hides else '!='} 0)", (mask,))
 
 
 def _written(expr: Expr, names: dict[Any, str], tensors: list[fx.Node]) -> str | None:
