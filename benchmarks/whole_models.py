@@ -2,16 +2,17 @@
 
     python benchmarks/whole_models.py --json models.json
 
-Random weights, bfloat16, inference. Time: the median of events around a call, both in turn. Memory:
-what a call allocates at its peak, beside the inputs and weights. Apart: how far the two results are
-from each other, relative; both are bfloat16, so neither is the truth.
+Random weights, bfloat16, inference or a step of training without its optimizer. Time: the median of
+events around a call, both in turn. Memory: what a call allocates at its peak, beside the inputs and
+weights. Apart: how far the two results, or sets of gradients, are from each other, relative; both
+are bfloat16, so neither is the truth.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ def bert(length: int) -> tuple[nn.Module, dict[str, Any]]:
     return BertModel(BertConfig(max_position_embeddings=length)), given
 
 
+def gpt2(length: int) -> tuple[nn.Module, dict[str, Any]]:
+    """GPT-2's width and heads, hand-written attention, no dropout."""
+    from transformers import GPT2Config, GPT2Model
+
+    without = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    config = GPT2Config(
+        n_layer=4, vocab_size=1000, n_positions=length, attn_implementation="eager", **without
+    )
+    return GPT2Model(config), {**_ids(2, length), "use_cache": False}
+
+
 _DECODER = {
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -83,45 +95,54 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "Llama, 4 layers, S 16384": lambda: llama(16384),
     "Mistral, 4 layers, window 4096, S 32768": lambda: mistral(32768, 4096),
     "BERT-base, half padded, B 4 S 4096": lambda: bert(4096),
+    "GPT-2 eager, 4 layers, training, B 2 S 4096": lambda: gpt2(4096),
 }
 
 
 def measured(name: str) -> Measured:
     model, given = MODELS[name]()
-    model = model.to("cuda", torch.bfloat16).eval()
-    given = {key: value.cuda() for key, value in given.items()}
-    runs: dict[str, Callable[[], Tensor]] = {}
+    training = "training" in name
+    model = model.to("cuda", torch.bfloat16).train(training)
+    given = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in given.items()}
+    runs: dict[str, Callable[[], tuple[Tensor, ...]]] = {}
     kernels = ""
-    results = {}
+    results: dict[str, Sequence[Tensor]] = {}
     for backend in ("inductor", "fa_inductor"):
         torch._dynamo.reset()
         compiled = torch.compile(model, backend=backend)
 
-        def run(compiled: Any = compiled) -> Tensor:
-            return compiled(**given).last_hidden_state
+        def run(compiled: Any = compiled) -> tuple[Tensor, ...]:
+            out: Tensor = compiled(**given).last_hidden_state
+            if not training:
+                return (out,)
+            # Of a loss that is not constant behind the last normalization.
+            return torch.autograd.grad(out.float().sin().mean(), list(model.parameters()))
 
-        with torch.no_grad(), collecting() as report:
+        with torch.set_grad_enabled(training), collecting() as report:
             results[backend] = run()
         kernels = report.summary()
         runs[backend] = run
-    with torch.no_grad():
+    with torch.set_grad_enabled(training):
         times: dict[str, list[float]] = {backend: [] for backend in runs}
         for _ in range(ROUNDS):
             for backend, run in runs.items():
                 times[backend].append(_milliseconds(run))
         peaks = {backend: _peak_megabytes(run) for backend, run in runs.items()}
-    plain, ours = (results[backend].float() for backend in ("inductor", "fa_inductor"))
     if "attention_mask" in given:  # outputs at padding mean nothing
         visible = given["attention_mask"].bool()
-        plain, ours = plain[visible], ours[visible]
+        results = {backend: [each[visible] for each in made] for backend, made in results.items()}
     medians = {backend: sorted(each)[ROUNDS // 2] for backend, each in times.items()}
     return Measured(
         name,
         kernels,
         *medians.values(),
         *peaks.values(),
-        float((plain - ours).norm() / plain.norm()),
+        max(map(_apart, results["fa_inductor"], results["inductor"])),
     )
+
+
+def _apart(ours: Tensor, plain: Tensor) -> float:
+    return float((ours.float() - plain.float()).norm() / plain.float().norm())
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

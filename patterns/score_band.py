@@ -32,7 +32,13 @@ def visible_steps(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> 
     """The mask that is all that is done to scores, beside scaling them, as text; None where
     something else is done, or more than one mask is applied."""
     masks = _masks(steps)
-    return visible_mask(masks[0], shape, scope) if masks and len(masks) == 1 else None
+    found = visible_mask(masks[0], shape, scope) if masks and len(masks) == 1 else None
+    if found is None or not found.text.averages:
+        return found
+    # Scaled up, a huge number is -inf, and a row of it alone no average any more.
+    masked = [isinstance(step, Scaled) for step in steps].index(False)
+    scaled = any(isinstance(step, Scaled) and step.factor != 1.0 for step in steps[masked:])
+    return None if scaled else found
 
 
 def without_idle(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> list[Step]:

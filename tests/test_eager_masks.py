@@ -227,7 +227,8 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     ),
     "rows that see nothing of two": (
         lambda s, kept: (s + added(causal())).masked_fill(causal().T & causal(), LOWEST),
-        "mask float32 (12, 12) and mask bool (12, 12)",
+        "mask float32 (12, 12) and mask bool (12, 12): "
+        "causal, ((not (t0[i, j] != 0)) or (-i + j - 1 >= 0))",
     ),
     "a bias and a band": (
         lambda s, kept: s + torch.arange(LENGTH) * 0.1 + added(causal()),
@@ -239,7 +240,7 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     ),
     "no corner": (
         lambda s, kept: s + added(causal().roll(1, 0), INFINITE),
-        "mask float32 (12, 12)",
+        "mask float32 (12, 12): dense (roll)",
     ),
 }
 

@@ -82,6 +82,8 @@ def _model(name: str, attention: str) -> nn.Module:
 
     config, sizes = _CONFIGS[name]
     made = getattr(hf, config)(**sizes, attn_implementation=attention)
+    # Compiled by torch 2.11 alone, the default for experts reads memory that nobody has written.
+    made._experts_implementation = "batched_mm"
     return spread(hf.AutoModelForCausalLM.from_config(made))
 
 
