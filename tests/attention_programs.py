@@ -62,7 +62,7 @@ def _masked(draw: random.Random, builder: Builder, scores: Any, mask: Any) -> An
     if mask.is_floating_point():
         return draw.choice((torch.add, lambda s, m: m + s))(scores, mask)
     value = draw.choice((float("-inf"), LOWEST, LOWEST))
-    kind = draw.randrange(6)
+    kind = draw.randrange(7)
     if kind == 0:
         return scores.masked_fill(torch.logical_not(mask), value)
     if kind == 1:
@@ -73,4 +73,6 @@ def _masked(draw: random.Random, builder: Builder, scores: Any, mask: Any) -> An
         return scores.masked_fill(mask, value)
     if kind == 4:
         return scores + torch.where(mask, torch.tensor(0.0), value)
+    if kind == 5:  # as models have it whose masks come as 0 and 1
+        return scores + (1.0 - mask.to(torch.float32)) * LOWEST
     return torch.add(scores, torch.zeros(builder.shape).masked_fill(mask == 0, value))

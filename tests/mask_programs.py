@@ -168,9 +168,12 @@ class Builder:
         draw = self.draw
         i, j = self.places("i"), self.places("j")
         bound = draw.choice((0, 0, 1, -1, 3))
-        kind = draw.randrange(7)
+        kind = draw.randrange(8)
         if kind == 0:
             return j <= i + bound
+        if kind == 7:
+            near = (i - j).abs()
+            return draw.choice((near <= bound, near < 2, near > bound, near == 1, bound != near))
         if kind == 1:
             return i >= j
         if kind == 2:

@@ -66,6 +66,22 @@ WAYS: dict[str, tuple[Callable[[Tensor], Tensor], Band]] = {
     "added with a batch": (lambda s: s + added(in_window()).expand(2, 1, -1, -1), WINDOW),
     "added before scaling up": (lambda s: (s + added(causal())) * 1.5, CAUSAL),
     "added twice": (lambda s: s + added(causal()) + added(in_window()), WINDOW),
+    "added as of old": (
+        lambda s: s + (1.0 - torch.ones(LENGTH, LENGTH).tril()) * torch.finfo(s.dtype).min,
+        CAUSAL,
+    ),
+    "added from bools": (
+        lambda s: s + (causal().to(s.dtype) - 1.0) * torch.finfo(s.dtype).max,
+        CAUSAL,
+    ),
+    "a window around each query": (
+        lambda s: s + added((places()[0] - places()[1]).abs() <= 3),
+        ("none", (3, 3)),
+    ),
+    "one chunk": (
+        lambda s: s + added(causal() & (places()[0] // 64 == places()[1] // 64)),
+        CAUSAL,
+    ),
     "zeros added": (lambda s: s + torch.zeros(LENGTH, LENGTH), EVERYTHING),
     "masked_fill": (lambda s: s.masked_fill(~causal(), LOWEST), CAUSAL),
     "masked_fill with -inf": (lambda s: s.masked_fill(causal().logical_not(), INFINITE), CAUSAL),
@@ -208,6 +224,10 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda s, kept: (s + added(causal())) * 0.5,
         "mask float32 (12, 12)",
     ),
+    "chunks": (
+        lambda s, kept: s + added(places()[0] // 5 == places()[1] // 5),
+        "mask float32 (12, 12): ((i // 5) == (j // 5))",
+    ),
     "added times a number": (
         lambda s, kept: torch.sub(s, added(causal(), -LOWEST)),
         "mask float32 (12, 12)",
@@ -226,9 +246,8 @@ LEFT: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         "mask bool (12, 12) and mask bool (1, 12): causal, (j - 2 >= 0)",
     ),
     "rows that see nothing of two": (
-        lambda s, kept: (s + added(causal())).masked_fill(causal().T & causal(), LOWEST),
-        "mask float32 (12, 12) and mask bool (12, 12): "
-        "causal, ((not (t0[i, j] != 0)) or (-i + j - 1 >= 0))",
+        lambda s, kept: (s + added(causal())).masked_fill(places()[0] >= places()[1], LOWEST),
+        "mask float32 (12, 12) and mask bool (12, 12): causal, window 0",
     ),
     "a bias and a band": (
         lambda s, kept: s + torch.arange(LENGTH) * 0.1 + added(causal()),

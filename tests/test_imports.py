@@ -67,7 +67,7 @@ INSIDE = {
     "masks": (
         ("__init__",),
         ("expressions",),
-        ("spaces",),
+        ("spaces", "known_floats"),
         ("graphs",),
         ("graph_ops", "graph_views"),
         ("terms",),

@@ -47,7 +47,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Apply:
-    """op: "and", "or", "not", "where", "cast:DTYPE", a comparison or an arithmetic operation."""
+    """op: "and", "or", "not", "where", "abs", "cast:DTYPE", a comparison or arithmetic."""
 
     op: str
     args: tuple[Expr, ...]
@@ -150,19 +150,42 @@ def compare(op: str, left: Expr, right: Expr) -> Expr:
         return Literal(op in ("<=", ">=", "=="))
     if isinstance(left, Number) and isinstance(right, Number):
         return _compare_numbers(op, left.value, right.value)
+    if isinstance(left, Apply) and left.op == "abs" and isinstance(right, Number):
+        return _compare_size(op, left.args[0], right)
     if isinstance(left, (Number, Literal)) and not isinstance(right, (Number, Literal)):
         return compare(_MIRRORED[op], right, left)
     if isinstance(left, Apply) and left.op == "where" and isinstance(right, (Number, Literal)):
         condition, *chosen = left.args
         return where(condition, *(compare(op, each, right) for each in chosen))
-    if isinstance(left, Literal) and isinstance(right, Number) and _is_small(right.value):
+    if isinstance(left, Literal) and isinstance(right, Number) and is_small(right.value):
         return Literal(_COMPARISONS[op](left.value, int(right.value)))
     if op in ("==", "!=") and is_boolean(left) and isinstance(right, (Number, Literal)):
         return _against_known(op, left, right)
     return Apply(op, (left, right))
 
 
-def _is_small(value: sympy.Expr) -> bool:
+def _compare_size(op: str, of: Expr, bound: Number) -> Expr:
+    """|of| beside a whole number."""
+    if op in (">", ">="):
+        return negate(_compare_size("<=" if op == ">" else "<", of, bound))
+    below = arithmetic("-", Number(sympy.Integer(0)), bound)
+    if op in ("<", "<="):
+        return all_of(compare(op, of, bound), compare(_MIRRORED[op], of, below))
+    either = any_of(compare("==", of, bound), compare("==", of, below))
+    equal = all_of(compare(">=", bound, Number(sympy.Integer(0))), either)
+    return equal if op == "==" else negate(equal)
+
+
+def size(of: Expr) -> Expr:
+    """|of| of a whole number."""
+    return (
+        Number(abs(of.value))
+        if isinstance(of, Number) and of.value.is_Integer
+        else Apply("abs", (of,))
+    )
+
+
+def is_small(value: sympy.Expr) -> bool:
     """Whether every float dtype holds it, so that nothing is rounded for a comparison."""
     return bool(value.is_Integer and abs(value) <= 256)
 
@@ -235,9 +258,13 @@ def cast(expr: Expr, dtype: torch.dtype) -> Expr:
         if isinstance(expr, Apply) and expr.op == "where":
             condition, chosen, other = expr.args
             return where(condition, cast(chosen, dtype), cast(other, dtype))
+        if is_boolean(expr) and not isinstance(expr, Literal):
+            return where(expr, Literal(1.0), Literal(0.0))
     elif isinstance(expr, Number) and dtype in (torch.int64, torch.int32):
         return expr  # indices and sizes fit into either
-    elif isinstance(expr, Read) and expr.dtype == dtype:
+    elif (isinstance(expr, Read) and expr.dtype == dtype) or (
+        dtype == torch.int64 and _is_int64(expr)
+    ):
         return expr
     if isinstance(expr, Literal) and isinstance(expr.value, bool):
         return Literal(float(expr.value)) if dtype.is_floating_point else number(int(expr.value))
@@ -270,6 +297,8 @@ def rebuilt(op: str, *args: Expr) -> Expr:
         return compare(op, *args)
     if op.startswith("cast:"):
         return cast(args[0], getattr(torch, op[5:]))
+    if op == "abs":
+        return size(*args)
     return arithmetic(op, *args)
 
 
@@ -296,6 +325,13 @@ def _as_number(expr: Expr) -> Expr:
     if isinstance(expr, Literal) and isinstance(expr.value, bool):
         return number(int(expr.value))
     return expr
+
+
+def _is_int64(expr: Expr) -> bool:
+    """Whether it is calculated in int64 alone."""
+    if isinstance(expr, Apply):
+        return expr.op in (*_EXACT, "//", "%", "abs") and all(map(_is_int64, expr.args))
+    return isinstance(expr, Number) or (isinstance(expr, Read) and expr.dtype == torch.int64)
 
 
 def _is_whole(expr: Expr) -> bool:

@@ -11,6 +11,7 @@ from torch import fx
 from . import expressions as ex
 from .expressions import Expr, Number
 from .graphs import Index, Interpreter, Opaque, constant, handles, plain, shape_of
+from .known_floats import known_arithmetic
 from .spaces import size_of
 
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
@@ -92,23 +93,26 @@ def _not(of: Interpreter, node: fx.Node, index: Index) -> Expr:
 @handles(*_ARITHMETIC, "__add__", "__sub__", "__mul__", "__radd__", "__rmul__")
 def _arithmetic(of: Interpreter, node: fx.Node, index: Index) -> Expr:
     op = _ARITHMETIC[_name(node).removeprefix("r")]
-    left, right = _pair(of, node, index)
-    _whole_numbers(node)
-    return ex.arithmetic(op, left, right)
+    return _calculated(node, op, *_pair(of, node, index))
 
 
 @handles("rsub", "__rsub__")
 def _subtracted_from(of: Interpreter, node: fx.Node, index: Index) -> Expr:
     left, right = _pair(of, node, index)
-    _whole_numbers(node)
-    return ex.arithmetic("-", right, left)
+    return _calculated(node, "-", right, left)
 
 
 @handles("neg", "negative", "__neg__")
 def _negative(of: Interpreter, node: fx.Node, index: Index) -> Expr:
-    _whole_numbers(node)
     zero = Number(sympy.Integer(0))
-    return ex.arithmetic("-", zero, of.operand(node.args[0], index, len(index)))
+    return _calculated(node, "-", zero, of.operand(node.args[0], index, len(index)))
+
+
+@handles("abs", "absolute", "__abs__")
+def _size(of: Interpreter, node: fx.Node, index: Index) -> Expr:
+    _only(node, 1)
+    _whole_numbers(node)
+    return ex.size(of.operand(node.args[0], index, len(index)))
 
 
 @handles(*_DIVISION, "__floordiv__", "__mod__")
@@ -130,6 +134,18 @@ def _floor_div(of: Interpreter, node: fx.Node, index: Index) -> Expr:
     if not isinstance(right, Number) or not right.value.is_Integer or right.value <= 0:
         raise Opaque
     return ex.arithmetic("//", left, right)
+
+
+def _calculated(node: fx.Node, op: str, left: Expr, right: Expr) -> Expr:
+    """+, - or *, of floats where they are known."""
+    dtype = node.meta["example_value"].dtype
+    if dtype.is_floating_point:
+        known = known_arithmetic(op, left, right, dtype)
+        if known is None:
+            raise Opaque
+        return known
+    _whole_numbers(node)
+    return ex.arithmetic(op, left, right)
 
 
 def _whole_numbers(node: fx.Node) -> None:

@@ -86,7 +86,18 @@ class Space:
             return expr
         if expr.op in (">=", "==", "!=") and all(isinstance(each, Number) for each in expr.args):
             return self._decided(expr)
+        if expr.op in ("//", "%") and (whole := self._divided(expr)) is not None:
+            return whole
         return rebuilt(expr.op, *map(self.simplified, expr.args))
+
+    def _divided(self, expr: Apply) -> Number | None:
+        """A quotient or a remainder of what is certainly smaller than its divisor."""
+        left, right = expr.args
+        if not isinstance(left, Number) or not isinstance(right, Number):
+            return None
+        if self.is_nonnegative(left.value) and self.is_negative(left.value - right.value):
+            return left if expr.op == "%" else _ZERO
+        return None
 
     def _decided(self, expr: Apply) -> Expr:
         left, right = expr.args

@@ -214,7 +214,7 @@ def _is_writable(expr: Expr) -> bool:
         reads = list(ex.reads_of(expr))
         exact = all(read.dtype == torch.int64 for read in reads)
         return exact and all(map(_is_writable, expr.args))
-    if expr.op.startswith("cast:") or expr.op == "where":
+    if expr.op.startswith("cast:") or expr.op in ("where", "abs"):
         return False
     return all(map(_is_writable, expr.args))
 
