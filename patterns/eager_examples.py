@@ -170,6 +170,7 @@ def examples() -> list[Example]:
         Example("mask made in the graph", _with(lambda s: s + _causal(6)), _qkv()),
         Example("mask before the scale", _with(lambda s: (s + _MASK) * 0.5), _qkv()),
         Example("ALiBi", _with(lambda s: s + _ALIBI), _qkv()),
+        Example("nothing added", _with(lambda s: 0 + (s + 0.0)), _qkv()),
         Example("ALiBi subtracted", _with(lambda s: s - _SLOPES * torch.arange(6)), _qkv()),
         Example("two biases and a mask", _with(lambda s: _ALIBI + s + _ALIBI + _MASK), _qkv()),
         Example("operations in place", _in_place, _qkv()),

@@ -71,6 +71,16 @@ def scaling(call: Call) -> tuple[Any, float | None]:
     return (left, factor) if factor is not None else (right, number(left))
 
 
+def beside_zero(call: Call) -> fx.Node | None:
+    """What nothing but the number 0 is added to, as where a model has a bias for some layers only;
+    None for other calls."""
+    left, right = call["input"], call["other"]
+    if isinstance(left, fx.Node) and number(right) == 0:
+        return left
+    zero = call.name == "add" and call["alpha"] == 1 and number(left) == 0
+    return right if zero and isinstance(right, fx.Node) else None
+
+
 def addend(call: Call, rank: int) -> tuple[fx.Node, Added]:
     """(the scores, what is added to them)."""
     left, right = call["input"], call["other"]

@@ -20,6 +20,7 @@ from .score_steps import (
     Step,
     Unclear,
     addend,
+    beside_zero,
     drops_last,
     probability,
     replacement,
@@ -249,6 +250,8 @@ def _step(walk: _Walk, call: Call, node: fx.Node) -> fx.Node | None:
             raise Unclear("the scores go through tanh twice")
         walk.slope = 1.0
         following = call["input"]
+    elif call.name in ("add", "sub") and (same := beside_zero(call)) is not None:
+        following = same
     elif call.name in ("add", "sub"):
         following, added = addend(call, rank)
         _add(walk, added)
