@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from .family import Unbindable, bind, example_of
+from .family import Emitter, Unbindable, bind, example_of
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,41 @@ def number(value: Any) -> float | None:
     found = _constant(value)
     # As the tensor holds it.
     return None if found is None else float(torch.tensor(found, dtype=made.dtype))
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A factor that is a Python number of the graph's, or one over it."""
+
+    node: fx.Node
+    inverse: bool = False
+
+    def emit(self, emit: Emitter, value: Any) -> fx.Node:
+        return emit.call(operator.truediv if self.inverse else operator.mul, value, self.node)
+
+
+def multiplier(call: Call) -> tuple[Any, float | Symbol | None]:
+    """(what a call of `mul` or `div` multiplies, the number by which); None for what is none."""
+    left, right = call["input"], call["other"]
+    if call.name == "div":
+        divisor = number(right)
+        if call["rounding_mode"] is not None or divisor == 0:
+            return left, None
+        if divisor is None:
+            return left, Symbol(right, inverse=True) if _is_symbol(right) else None
+        return left, 1.0 / divisor
+    for tensor, by in ((left, right), (right, left)):
+        if (factor := number(by)) is not None:
+            return tensor, factor
+        if _is_symbol(by):
+            return tensor, Symbol(by)
+    return left, None
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(
+        example_of(value), (torch.SymFloat, torch.SymInt)
+    )
 
 
 def _constant(node: fx.Node) -> float | None:

@@ -26,7 +26,7 @@ from .. import symbolic
 from ..graph_writes import storages, written_storages, written_to
 from ..spec import AttentionSpec
 from ..support_row import dtype_name
-from .calls import describe_call
+from .calls import Symbol, describe_call
 from .eager_examples import counterexamples, examples
 from .family import Emitter, NotUnderstood, Scope, Site, example_of, tensor_objection
 from .masked import VisibleMask, emit_masked, takes_formula
@@ -51,12 +51,15 @@ ANCHORS = (torch.matmul, torch.bmm, torch.einsum, operator.matmul, "matmul", "bm
 
 @dataclass(frozen=True)
 class _Details:
-    """order: the dimensions of the code's output, out of (leading..., Sq, Dv).
+    """symbols: factors of the scores that are not known.
+
+    order: the dimensions of the code's output, out of (leading..., Sq, Dv).
 
     passed: the nodes that are left over, for those that nothing else uses.
     """
 
     operands: tuple[Operand, Operand, Operand]
+    symbols: list[Symbol]
     bias: Bias | None
     visible: VisibleMask | None
     sink: fx.Node | None
@@ -126,7 +129,7 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
         proven=band.words or None,
         bias=None if bias is None else bias.spec,
         bias_needs_grad=bias is not None and bias.needs_grad and out.requires_grad,
-        formula=visible and visible.spec,
+        formula=None if visible is None else visible.spec,
         dropout_p=scores.dropout_p,
         window=band.window,
         softcap=softcap,
@@ -137,6 +140,7 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
     )
     details = _Details(
         operands,
+        scores.symbols,
         bias,
         visible,
         scores.sink,
@@ -231,6 +235,8 @@ def rewrite(site: Site, kernel: str) -> None:
     details: _Details = site.details
     spec = site.spec
     q, k, v = emit_all(emit, details.operands, spec.dtype)
+    for factor in details.symbols:  # as the op's scale each value would be a graph of its own
+        q = factor.emit(emit, q)
     sink = None
     if details.sink is not None:
         sink = details.sink
@@ -238,7 +244,8 @@ def rewrite(site: Site, kernel: str) -> None:
             sink = emit.call("select", sink, dim, 0)
     rank = example_of(site.node).dim()
     layout = (spec.scale, details.out_order, kernel)
-    packed = _packed(details.operands, spec) if details.bias is sink is None else None
+    plain = details.bias is sink is None and not details.symbols
+    packed = _packed(details.operands, spec) if plain else None
     if packed is not None:
         out = emit.packed_attention(packed, spec, *layout)
     elif details.visible is not None and takes_formula(spec, kernel):

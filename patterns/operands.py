@@ -12,7 +12,7 @@ from torch import fx
 from .. import symbolic
 from ..graph_writes import storages
 from ..spec import TensorSpec
-from .calls import call_of, is_cast, number
+from .calls import call_of, is_cast, multiplier
 from .family import Emitter, example_of, tensor_objection
 from .repeat_kv import passes_gradients, shared_views
 from .score_steps import Unclear
@@ -108,19 +108,12 @@ def _last_two(rank: int) -> tuple[int, ...]:
 
 def _multiple(call: Any, node: fx.Node) -> tuple[fx.Node, float] | None:
     """(tensor, number) whose product `node` is, in the same dtype."""
-    left, right = call["input"], call["other"]
-    value = number(right)
-    if call.name == "div":
-        if not value or call["rounding_mode"] is not None:
-            return None
-        value = 1.0 / value
-    elif value is None:
-        left, value = right, number(left)
-    if value is None or not isinstance(left, fx.Node):
+    tensor, factor = multiplier(call)
+    if not isinstance(factor, float) or not isinstance(tensor, fx.Node):
         return None
-    before, after = example_of(left), example_of(node)
+    before, after = example_of(tensor), example_of(node)
     same = isinstance(before, torch.Tensor) and before.dtype == after.dtype
-    return (left, value) if same and symbolic.same_all(before.shape, after.shape) else None
+    return (tensor, factor) if same and symbolic.same_all(before.shape, after.shape) else None
 
 
 def with_heads(view: View, leading: Leading | None, found: Found) -> View:

@@ -59,18 +59,6 @@ Step = Union[Added, Replaced, Scaled]
 # --- Scores ---------------------------------------------------------------------------------------
 
 
-def scaling(call: Call) -> tuple[Any, float | None]:
-    """(the scores, the number that they are multiplied by)."""
-    left, right = call["input"], call["other"]
-    if call.name == "div":
-        divisor = number(right)
-        if call["rounding_mode"] is not None or divisor == 0:
-            return left, None
-        return left, None if divisor is None else 1.0 / divisor
-    factor = number(right)
-    return (left, factor) if factor is not None else (right, number(left))
-
-
 def beside_zero(call: Call) -> fx.Node | None:
     """What nothing but the number 0 is added to, as where a model has a bias for some layers only;
     None for other calls."""

@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from .. import symbolic
-from .calls import Call, call_of, describe_call, is_cast, number
+from .calls import Call, Symbol, call_of, describe_call, is_cast, multiplier, number
 from .family import example_of
 from .lineage import leads_to_product, leads_to_softmax
 from .products import Product, is_product, scores_product
 from .score_steps import (
     Added,
     NotAttention,
+    Replaced,
     Scaled,
     Step,
     Unclear,
@@ -26,7 +27,6 @@ from .score_steps import (
     replacement,
     same_matrices,
     same_shape,
-    scaling,
     sink_objection,
 )
 from .views import is_copy
@@ -38,7 +38,8 @@ class Scores:
     """What lies between a product and the weights that are applied to the values.
 
     steps: what was done to the product (after softcap, where there is one), in program order.
-    slope: the factor inside tanh, None without a softcap.
+    slope: the factor inside tanh, None without a softcap. symbols: factors of the product that are
+    not known, inside tanh where there is one.
     leading: the two leading dimensions (batch, heads), where the scores ever have two.
     chain: every node from the product on. reads: (reader, tensor) of all other tensors.
     maxima: of the chain, what only makes the maximum that is subtracted.
@@ -48,6 +49,7 @@ class Scores:
     node: fx.Node
     steps: list[Step]
     slope: float | None
+    symbols: list[Symbol]
     dropout_p: float
     sink: fx.Node | None
     leading: tuple[Any, Any] | None
@@ -64,6 +66,7 @@ class _Walk:
     reads: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     maxima: list[fx.Node] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)  # the last one first
+    symbols: list[Symbol] = field(default_factory=list)
     slope: float | None = None
     dropout_p: float = 0.0
     sink: fx.Node | None = None
@@ -195,14 +198,14 @@ def _before_softmax(walk: _Walk, node: fx.Node) -> Scores:
         raise Unclear(f"scores from {describe_call(node)} in a form that is not known")
     factor = number(product.factor)
     if factor is None:
-        raise Unclear("the scale is a tensor or symbolic")
+        raise Unclear("alpha of baddbmm is symbolic")
     added = None
     if product.added is not None:
         beta = number(product.added[1])
         if beta is None:
             raise Unclear("beta of baddbmm is symbolic")
         added = Added(product.added[0], example_of(node).dim(), beta)
-        _add(walk, added)
+        _mask(walk, added)
     _scale(walk, factor)
     walk.visit(node, *() if added is None else (added.node,))
     steps = walk.steps[::-1]
@@ -211,6 +214,7 @@ def _before_softmax(walk: _Walk, node: fx.Node) -> Scores:
         node,
         steps,
         walk.slope,
+        walk.symbols,
         walk.dropout_p,
         walk.sink,
         walk.leading,
@@ -238,29 +242,29 @@ def _step(walk: _Walk, call: Call, node: fx.Node) -> fx.Node | None:
     if same_matrices(call, node):
         following = call["input"]
     elif call.name in ("mul", "div"):
-        following, by = scaling(call)
+        following, by = multiplier(call)
         if by is None:
             inputs = (call["input"], call["other"])
             if any(isinstance(each, fx.Node) and leads_to_product(each) for each in inputs):
-                raise Unclear("the scale is a tensor or symbolic")
+                raise Unclear("the scale is a tensor")
             return None
         _scale(walk, by)
     elif call.name == "tanh":
         if walk.slope is not None:
             raise Unclear("the scores go through tanh twice")
+        if walk.symbols:
+            raise Unclear("tanh of the scores times a symbolic number")
         walk.slope = 1.0
         following = call["input"]
     elif call.name in ("add", "sub") and (same := beside_zero(call)) is not None:
         following = same
     elif call.name in ("add", "sub"):
         following, added = addend(call, rank)
-        _add(walk, added)
+        _mask(walk, added)
         others = (added.node,)
     elif call.name in ("masked_fill", "where"):
         following, replaced = replacement(call, rank)
-        if walk.slope is not None:
-            raise Unclear("a mask inside tanh")
-        walk.steps.append(replaced)
+        _mask(walk, replaced)
         others = (replaced.node,)
     else:
         return None
@@ -272,17 +276,21 @@ def _step(walk: _Walk, call: Call, node: fx.Node) -> fx.Node | None:
     return walk.source(node, following)
 
 
-def _scale(walk: _Walk, factor: float) -> None:
-    if walk.slope is not None:
+def _scale(walk: _Walk, factor: float | Symbol) -> None:
+    if isinstance(factor, Symbol):
+        walk.symbols.append(factor)
+    elif walk.slope is not None:
         walk.slope *= factor
     else:
         walk.steps.append(Scaled(factor))
 
 
-def _add(walk: _Walk, added: Added) -> None:
+def _mask(walk: _Walk, step: Added | Replaced) -> None:
     if walk.slope is not None:
         raise Unclear("a mask inside tanh")
-    walk.steps.append(added)
+    if walk.symbols:
+        raise Unclear("masked scores are multiplied by a symbolic number")
+    walk.steps.append(step)
 
 
 def _minus_maximum(walk: _Walk, call: Call, node: fx.Node) -> fx.Node | None:

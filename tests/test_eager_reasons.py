@@ -25,7 +25,7 @@ REASONS = {
     "dropout of the scores": "the scores go through dropout",
     "softmax over queries": "softmax over dimension -2 of 4",
     "softmax over heads": "softmax over dimension 1 of 4",
-    "learned scale": "the scale is a tensor or symbolic",
+    "learned scale": "the scale is a tensor",
     "number added": "a number is added to the scores",
     "masked by -1e9": "masked scores are replaced by -1e+09 in float32",
     "masked, then scaled up to little": "then times 1e-20",

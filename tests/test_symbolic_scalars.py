@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,55 @@ def test_a_symbolic_scale_is_guarded_to_be_positive_on_fa4() -> None:
     planned.clear()
     compiled(Attention(-0.2), q, q, q)
     assert planned == [None]
+
+
+BY_HAND: dict[str, Callable[..., Tensor]] = {
+    "scores": lambda q, k, scale: q @ k.mT * scale,
+    "scores from the left": lambda q, k, scale: scale * (q @ k.mT) * 1.0,
+    "scores divided": lambda q, k, scale: q @ k.mT / (1 / scale),
+    "queries": lambda q, k, scale: (q * scale) @ (k / 2.0).mT * 2.0,
+    "queries and keys": lambda q, k, scale: (q * scale) @ (k / scale).mT * scale,
+    "inside tanh": lambda q, k, scale: torch.tanh(q @ k.mT * scale / 1e4) * 1e4,
+}
+
+
+@pytest.mark.parametrize("way", BY_HAND)
+def test_scales_of_hand_written_attention(way: str) -> None:
+    """The op takes the number as the graph has it, and nothing is compiled anew for another."""
+
+    class ByHand(Attention):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return BY_HAND[way](q, k, self.scale).softmax(-1) @ v
+
+    compiled = compile_quick(attend)
+    graphs = []
+    with poisoned():
+        for scale in (0.3, 0.5, 0.7, 0.2):
+            q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+            out, report = run_reported(compiled, ByHand(scale), q, k, v)
+            assert set(kernels_of(report)) <= {"reference"}
+            assert relative_error(out, oracle(q, k, v, scale=scale)) < 1e-5
+            graphs.append(len(report.graphs))
+    assert graphs[2:] == [0, 0]
+
+
+@pytest.mark.parametrize("what", ["softcap", "masked scores"])
+def test_numbers_of_hand_written_attention_that_must_be_known(what: str) -> None:
+    class ByHand(Attention):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = q @ k.mT
+            scores = torch.tanh(scores) if what == "softcap" else scores + k[:, :, None, :, 0]
+            return (scores * self.scale).softmax(-1) @ v
+
+    compiled = compile_quick(attend)
+    q, k, v = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    for scale in (0.3, 0.5):
+        module = ByHand(scale)
+        with poisoned():
+            out, report = run_reported(compiled, module, q, k, v)
+        torch.testing.assert_close(out, module(q, k, v))
+    (reason,) = {text for site in report.sites for text in site.reason_texts}
+    assert "a symbolic number" in reason
 
 
 def attended(module: nn.MultiheadAttention, x: Tensor) -> Tensor:
