@@ -1,4 +1,4 @@
-"""What the pass costs of a cold compile of a 32-layer Llama, with the mask that transformers builds.
+"""What the pass costs of a cold compile of a 32-layer Llama with the mask that transformers builds.
 
     python benchmarks/pass_share.py [--layers 32] [--device cpu]
 

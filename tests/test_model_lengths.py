@@ -51,7 +51,7 @@ def test_one_compile_serves_all_lengths(padded: bool) -> None:
                 kept = inputs["attention_mask"].bool()
                 out, wanted = out[kept], wanted[kept]
             torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
-    # A padded one of a single block, here 65 and 128, has a graph of its own: sizes of 1 are static.
+    # A padded one of a single block (65 and 128) has its own graph: sizes of 1 are static.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if padded else 1)
     # Dynamo gives up its first attempt when a float turns out to be a symbol, and starts anew.
     specs = [site.spec for site in report.sites[-LAYERS:]]
