@@ -129,7 +129,7 @@ def _blocks(
     if the mask does not have all sizes that are symbolic."""
     keys = key_block(symbolic.as_int(spec.head_dims[0]))
     shared = mask.shared
-    if _has_sizes(example_of(shared.node), spec.lengths):
+    if has_sizes(example_of(shared.node), spec.lengths):
         node, hides, once = shared.node, shared.hides, shared.once
         owners = [(node, -2), (node, -1)]
     else:
@@ -159,7 +159,7 @@ def _blocks(
     return made
 
 
-def _has_sizes(mask: torch.Tensor, lengths: Sequence[Any]) -> bool:
+def has_sizes(mask: torch.Tensor, lengths: Sequence[Any]) -> bool:
     """Whether the lengths are static, or are those of the mask's last dimensions."""
     own = (1, 1, *mask.shape)[-2:]
     return all(

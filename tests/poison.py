@@ -50,15 +50,18 @@ def poisoned(deterministic_fill: bool = True) -> Iterator[None]:
         yield
 
 
-def poison_cuda_free_memory(fraction: float = 0.8) -> None:
-    """Fill the CUDA caching allocator's free blocks, small and large, with NaN."""
+def poison_cuda_free_memory(fraction: float = 0.8, most: int = 8 << 30) -> None:
+    """Fill the CUDA caching allocator's free blocks, small and large, with NaN.
+
+    fraction: of the free memory. most: bytes, so that processes beside each other all have room.
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     # All bits set is NaN in every float dtype; NaN in one dtype need not be in another.
     words = {"fill_value": -1, "dtype": torch.int32, "device": "cuda"}
     small = [torch.full((size // 4,), **words) for size in _SMALL_BLOCKS * 8]
-    large = torch.full((int(free * fraction) // 4,), **words)
+    large = torch.full((min(int(free * fraction), most) // 4,), **words)
     torch.cuda.synchronize()
     del small, large
 
