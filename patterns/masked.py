@@ -63,8 +63,8 @@ def visible_mask(mask: Part, shape: Sequence[Any], scope: Scope) -> VisibleMask 
     """A mask of scores `shape` (B, H, Sq, Sk) as text; None for one that adds something, and for
     one that is written to: the op keeps what it reads for its backward."""
     node, hides, _ = mask
-    written = graph_writes.written_storages(node.graph)
-    if example_of(node).requires_grad or not written.isdisjoint(graph_writes.storages(node)):
+    changing = graph_writes.changing_storages(node.graph)
+    if example_of(node).requires_grad or not changing.isdisjoint(graph_writes.storages(node)):
         return None
     text = text_of(mask, shape, scope)
     if text is None:
