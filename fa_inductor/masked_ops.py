@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import masked_calls, masked_checks, op_autograd, torch_compat
+from . import masked_calls, masked_checks, op_autograd
 from .kernels import masked
 from .masked_problem import MaskedCall
-from .op_schemas import NAMESPACE, define, library
+from .op_schemas import define_four, implement
 
 _MASK = "str mask, Tensor[] mask_tensors, Tensor[] blocks, float? scale, "
 _EXTRAS = "Tensor? sink=None, float softcap=0.0"
@@ -40,10 +40,12 @@ _BACKWARD = (
     "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)"
 )
 
-attention_masked = define("attention_masked", _FORWARD)
-attention_masked_forward = define("attention_masked_forward", _FORWARD)
-attention_masked_backward = define("attention_masked_backward", _BACKWARD)
-attention_masked_gradients = define("attention_masked_gradients", _BACKWARD)
+(
+    attention_masked,
+    attention_masked_forward,
+    attention_masked_backward,
+    attention_masked_gradients,
+) = define_four("attention_masked", _FORWARD, _BACKWARD)
 
 _SINK = MaskedCall._fields.index("sink")
 
@@ -106,24 +108,14 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return (*grads, *(None,) * count)[:count]
 
 
-def _register() -> None:
-    real_and_fake: dict[str, tuple[Any, Any]] = {
-        "attention_masked": (masked_calls.attention_masked_forward, _forward_fake),
-        "attention_masked_forward": (masked_calls.attention_masked_forward, _forward_fake),
-        "attention_masked_backward": (masked_calls.attention_masked_gradients, _gradients_fake),
-        "attention_masked_gradients": (masked_calls.attention_masked_gradients, _gradients_fake),
-    }
-    for name, (real, fake) in real_and_fake.items():
-        for key in ("CPU", "CUDA"):
-            library.impl(name, real, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    kernel = torch_compat.autograd_kernel(attention_masked_forward, _setup_context, _differentiate)
-    forward = op_autograd.refusing(attention_masked_forward, kernel, "attention_masked")
-    backward = op_autograd.without_derivative(
-        attention_masked_gradients, "attention_masked_backward"
-    )
-    library.impl("attention_masked", forward, "Autograd", with_keyset=True)
-    library.impl("attention_masked_backward", backward, "Autograd", with_keyset=True)
-
-
-_register()
+implement(
+    "attention_masked attention_masked_forward",
+    masked_calls.attention_masked_forward,
+    _forward_fake,
+)
+implement(
+    "attention_masked_backward attention_masked_gradients",
+    masked_calls.attention_masked_gradients,
+    _gradients_fake,
+)
+op_autograd.differentiable("attention_masked", _setup_context, _differentiate)

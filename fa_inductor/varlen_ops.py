@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import op_autograd, torch_compat, varlen_calls, varlen_checks
+from . import op_autograd, varlen_calls, varlen_checks
 from .kernels import varlen
-from .op_schemas import NAMESPACE, define, library
+from .op_schemas import define_four, implement
 from .varlen_problem import VarlenCall
 
 _REST = (
@@ -40,10 +40,12 @@ _BACKWARD = (
     "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)"
 )
 
-attention_varlen = define("attention_varlen", _FORWARD)
-attention_varlen_forward = define("attention_varlen_forward", _FORWARD)
-attention_varlen_backward = define("attention_varlen_backward", _BACKWARD)
-attention_varlen_gradients = define("attention_varlen_gradients", _BACKWARD)
+(
+    attention_varlen,
+    attention_varlen_forward,
+    attention_varlen_backward,
+    attention_varlen_gradients,
+) = define_four("attention_varlen", _FORWARD, _BACKWARD)
 
 _SINK = VarlenCall._fields.index("sink")
 
@@ -98,24 +100,14 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return (*grads, *(None,) * count)[:count]
 
 
-def _register() -> None:
-    real_and_fake: dict[str, tuple[Any, Any]] = {
-        "attention_varlen": (varlen_calls.attention_varlen_forward, _forward_fake),
-        "attention_varlen_forward": (varlen_calls.attention_varlen_forward, _forward_fake),
-        "attention_varlen_backward": (varlen_calls.attention_varlen_gradients, _gradients_fake),
-        "attention_varlen_gradients": (varlen_calls.attention_varlen_gradients, _gradients_fake),
-    }
-    for name, (real, fake) in real_and_fake.items():
-        for key in ("CPU", "CUDA"):
-            library.impl(name, real, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    kernel = torch_compat.autograd_kernel(attention_varlen_forward, _setup_context, _differentiate)
-    forward = op_autograd.refusing(attention_varlen_forward, kernel, "attention_varlen")
-    backward = op_autograd.without_derivative(
-        attention_varlen_gradients, "attention_varlen_backward"
-    )
-    library.impl("attention_varlen", forward, "Autograd", with_keyset=True)
-    library.impl("attention_varlen_backward", backward, "Autograd", with_keyset=True)
-
-
-_register()
+implement(
+    "attention_varlen attention_varlen_forward",
+    varlen_calls.attention_varlen_forward,
+    _forward_fake,
+)
+implement(
+    "attention_varlen_backward attention_varlen_gradients",
+    varlen_calls.attention_varlen_gradients,
+    _gradients_fake,
+)
+op_autograd.differentiable("attention_varlen", _setup_context, _differentiate)
