@@ -40,8 +40,8 @@ ORDER = (
     ("op_calls",),
     ("op_autograd",),
     ("ops",),
-    ("varlen_checks", "masked_checks"),
-    ("varlen_calls", "masked_calls"),
+    ("variant_calls", "varlen_checks", "masked_checks"),
+    ("variant_ops", "varlen_calls", "masked_calls"),
     ("varlen_ops", "packed_ops", "masked_ops", "mask_blocks"),
     ("substitutes",),
     ("guards",),
@@ -60,7 +60,7 @@ ORDER = (
 INSIDE = {
     "kernels": (
         ("__init__",),
-        ("reference", "varlen", "masked", "fa4_launch", "cudnn_graph"),
+        ("reference", "variants", "fa4_launch", "cudnn_graph"),
         ("fa4", "cudnn", "reference_varlen", "reference_masked"),
         ("fa4_varlen", "fa4_masked"),
     ),
