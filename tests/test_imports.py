@@ -170,6 +170,13 @@ def _imported(source: str) -> Iterator[tuple[str, ...]]:
                 yield tuple(name[1:])
 
 
+def test_the_order_is_the_one_that_is_told() -> None:
+    told = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    order = told[told.index("`errors,") + 1 : told.index("-> __main__`") + len("-> __main__")]
+    groups = [[name.strip() for name in group.split(",")] for group in order.split("->")]
+    assert groups == [list(group) for group in ORDER]
+
+
 def _rank(order: tuple[tuple[str, ...], ...], name: str) -> int:
     """Position of a module, counting on within a group."""
     return [module for group in order for module in group].index(name)
