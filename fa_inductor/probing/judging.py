@@ -27,6 +27,11 @@ TOLERANCES = {
 }
 # How far two runs may be apart where a kernel adds up in any order.
 _MOVED = 0.5
+# What an attention may raise is what its cell has to say.
+_FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ def judge(subject: Subject, cell: Cell, setting: Setting) -> Outcome:
         run = prepare(subject, cell.way, cell.passes == "fwd+bwd", graphs)
         try:
             outcome = _judged(subject, cell, setting, run, graphs, poison)
-        except Exception as error:  # whatever an attention raises is what the cell has to say
+        except _FAILURES as error:
             detail = f"{type(error).__name__}: {str(error)[:400]}"
             inner = getattr(error, "inner_exception", error)
             if isinstance(inner, FallbackError):  # a limit that the support table names
