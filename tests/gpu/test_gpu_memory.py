@@ -206,4 +206,6 @@ def test_a_broadcast_bias_of_lengths_that_vary() -> None:
         gradients = step()
         assert all(torch.isfinite(each).all() for each in gradients)
         del gradients
-        assert _peak(step) < heads * length * length * 2 / 10
+        tensors = 4 * q.numel() * 2  # the output and three gradients, which no mask changes
+        inside = 2 * 2 * tensors // 4 * 2  # cuDNN's own dq, and dk and dv, in float32
+        assert _peak(step) - tensors - inside < heads * length * length * 2 / 10
