@@ -13,7 +13,7 @@ PREFIX = "fa."
 DEFAULT_KERNELS = ("fa4", "cudnn")
 FALLBACK_POLICIES = ("ignore", "warn", "error")
 ASSUMED_MASKS = ("causal", "full")
-GUARDS = ("off", "finite", "oracle")
+GUARDS = ("off", "finite", "oracle", "replay")
 GUARD_ACTIONS = ("warn", "error")
 
 
@@ -34,7 +34,8 @@ class Config:
     guard: "finite" looks at the output, the log-sum-exp and the gradients of every site for NaN
         and infinity, without waiting for them, and tells the site in a later call, usually of the
         next step; "oracle" also compares a few rows of a site with float64, at its first call and
-        every `guard_every` calls. See `fa_inductor.numerics`.
+        every `guard_every` calls. See `fa_inductor.numerics`. "replay" compares each call as a
+        whole, for `fa-inductor probe --model`.
     on_guard: what to do with what it finds: "warn" (one log line a site) or "error"
         (`NumericsError`).
     guard_every: a number from 1 on, for "oracle".

@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from layered_model import HEADS, LENGTH, WIDTH, Model, break_values_of_one_head
+from torch import Tensor
 
 import fa_inductor
 from fa_inductor import numerics
@@ -25,31 +25,6 @@ from fa_inductor.errors import NumericsError, OptionError
 from fa_inductor.kernels import reference
 from fa_inductor.watch import Watch, plain_name, watch_of, watched_name
 from helpers import compile_quick, compile_reference
-
-HEADS, WIDTH, LENGTH = 4, 32, 24
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(attended.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.checkpointed = checkpointed
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
-        return x
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +44,6 @@ def findings() -> list[numerics.Finding]:
 
 def inputs() -> Tensor:
     return torch.randn(2, LENGTH, WIDTH)
-
-
-def break_values_of_one_head(layer: Layer, head: int = 1) -> None:
-    size = WIDTH // HEADS
-    rows = slice(2 * WIDTH + head * size, 2 * WIDTH + (head + 1) * size)
-    with torch.no_grad():
-        layer.qkv.weight[rows] = math.nan
 
 
 def test_names_the_layer_and_the_line(

@@ -33,7 +33,7 @@ from typing import Any
 from ..errors import UnknownKernelError, nearest
 from ..support import Row
 from ..watch import plain_name, watch_of
-from .watched import Watched
+from .watched import around
 
 BUILT_IN = {
     "fa4": "fa_inductor.kernels.fa4",
@@ -70,7 +70,7 @@ def load(name: str) -> Any:
     check_known(name)
     if watch := watch_of(name):
         plain = plain_name(name)
-        return Watched(load(plain), plain, watch, _GRADIENTS)
+        return around(load(plain), plain, watch, _GRADIENTS)
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name])
     return _plugins()[name].load()

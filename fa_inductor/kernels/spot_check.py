@@ -1,7 +1,7 @@
 """What an attention's results are worth: a few of their rows, compared with float64.
 
-Of up to `_PAIRS` sequences and key heads, drawn anew each time, some queries and some keys. Nothing
-waits for the device, and nothing of Sq x Sk is held.
+Of up to `_PAIRS` sequences and key heads, drawn anew each time, some queries and some keys; or all
+of them. Nothing waits for the device, and nothing of Sq x Sk is held.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..varlen_problem import VarlenInputs, as_bhsd
 
 _PAIRS = 4
 _PLACES = 8
+_SCORES = 1 << 24  # held at a time, 128 MiB
 # Relative errors of output and gradients that no right kernel makes. A kernel that is right is a
 # tenth of it away (`probing.judging.TOLERANCES` are a row's, these all sampled ones'), and one that
 # drops a block or reads a wrong row is off by 0.1 to 1.
@@ -37,56 +38,52 @@ _random = random.Random()
 AnyInputs = Inputs | MaskedInputs | VarlenInputs
 
 
-def forward(problem: Problem, inputs: AnyInputs, out: Tensor) -> Tensor:
+def forward(problem: Problem, inputs: AnyInputs, out: Tensor, whole: bool = False) -> Tensor:
     """The relative error of `out`, 0-d.
 
-    NaN where only that is, and 0 where the inputs are not finite either. 0 with dropout, which
+    whole: at every place instead, and of the worst row.
+    NaN where only `out` is, and 0 where the inputs are not finite either. 0 with dropout, which
     draws its own.
     """
     out = _bhsd(out)
-    if problem.dropout_p:
-        return out.new_zeros((), dtype=torch.float64)
-    wrong, right = _Sum(out), _Sum(out)
-    for one in _sampled(problem, inputs):
-        rows = one.places(one.q.shape[-2])
-        exactly = one.softmax(rows) @ one.v
-        wrong.add(_rows(one.of_queries(out), rows) - exactly)
-        right.add(exactly)
-    return _relative(wrong, right)
+    error = _Error(out, whole)
+    if not problem.dropout_p:
+        for one in _pairs(problem, inputs, whole):
+            for rows in one.parts(one.q, one.k, whole):
+                error.add(_rows(one.of_queries(out), rows), one.softmax(rows) @ one.v)
+    return error.value
 
 
 def backward(
-    problem: Problem, inputs: AnyInputs, saved: Saved, grads: Sequence[Tensor]
+    problem: Problem,
+    inputs: AnyInputs,
+    saved: Saved,
+    grads: Sequence[Tensor],
+    whole: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The relative errors of dq, dk and dv, which are `grads`; an exact sum that cancels counts for
-    its noise."""
+    its noise. whole: as in `forward`."""
     out, lse, grad_out, grad_lse = saved
-    if problem.dropout_p:
-        zero = out.new_zeros((), dtype=torch.float64)
-        return zero, zero, zero
-    out, grad_out = _bhsd(out), _bhsd(grad_out)
-    lse = _bhs(lse)
+    out, grad_out, lse = _bhsd(out), _bhsd(grad_out), _bhs(lse)
     dq, dk, dv = map(_bhsd, grads)
-    sums = [(_Sum(out), _Sum(out)) for _ in range(3)]
-    for one in _sampled(problem, inputs):
+    of_q, of_k, of_v = (_Error(out, whole) for _ in range(3))
+    for one in () if problem.dropout_p else _pairs(problem, inputs, whole):
         of_out, of_grad = one.of_queries(out), one.of_queries(grad_out)
         of_lse = one.of_queries(lse[..., None])
         delta = (of_out * of_grad).sum(-1, keepdim=True)
         if grad_lse is not None:
             delta = delta - one.of_queries(_bhs(grad_lse)[..., None])
         shift = exact.delta_noise(of_grad, of_out) * problem.scale
-        rows = one.places(one.q.shape[-2])
-        weights, terms = one.gradient(rows, None, *_each(rows, of_lse, of_grad, delta))
-        made = exact.of_queries(terms, weights, one.k, _rows(shift, rows))
-        _compare(sums[0], _rows(one.of_queries(dq), rows), *made)
-        keys = one.places(one.k.shape[-2])
-        weights, terms = one.gradient(None, keys, of_lse, of_grad, delta)
-        made_k, noise = exact.of_keys(terms, weights, one.q, shift)
-        _compare(sums[1], _rows(one.of_keys(dk), keys), made_k.sum(0), noise.sum(0))
-        made_v = (weights.mT @ of_grad).sum(0)
-        _compare(sums[2], _rows(one.of_keys(dv), keys), made_v, torch.zeros_like(noise[0]))
-    dq_error, dk_error, dv_error = (_relative(*each) for each in sums)
-    return dq_error, dk_error, dv_error
+        for rows in one.parts(one.q, one.k, whole):
+            weights, terms = one.gradient(rows, None, *_each(rows, of_lse, of_grad, delta))
+            made = exact.of_queries(terms, weights, one.k, _rows(shift, rows))
+            of_q.add(_rows(one.of_queries(dq), rows), *made)
+        for keys in one.parts(one.k, one.q, whole):
+            weights, terms = one.gradient(None, keys, of_lse, of_grad, delta)
+            made_k, noise = exact.of_keys(terms, weights, one.q, shift)
+            of_k.add(_rows(one.of_keys(dk), keys), made_k.sum(0), noise.sum(0))
+            of_v.add(_rows(one.of_keys(dv), keys), (weights.mT @ of_grad).sum(0))
+    return of_q.value, of_k.value, of_v.value
 
 
 def rebuilding(inputs: AnyInputs) -> Callable[[Sequence[Any]], AnyInputs]:
@@ -106,29 +103,28 @@ def rebuilding(inputs: AnyInputs) -> Callable[[Sequence[Any]], AnyInputs]:
     return masked
 
 
-class _Sum:
-    """Of squares."""
+class _Error:
+    """Of all rows together, or of the worst of them: its distance by its own norm, or by a row's
+    usual one, or its noise, whichever is largest."""
 
-    def __init__(self, like: Tensor) -> None:
-        self.value = like.new_zeros((), dtype=torch.float64)
+    def __init__(self, like: Tensor, worst: bool) -> None:
+        self.is_worst = worst
+        self.distance, self.norm, self.top = like.new_zeros((3,), dtype=torch.float64)
 
-    def add(self, tensor: Tensor) -> None:
-        self.value = self.value + tensor.square().sum()
+    def add(self, made: Tensor, right: Tensor, noise: Tensor | None = None) -> None:
+        """(..., rows, D); noise: the square of that of each row."""
+        distance, norm = (made - right).square().sum(-1), right.square().sum(-1)
+        if noise is not None:
+            norm = torch.maximum(norm, noise)
+        self.distance = self.distance + distance.sum()
+        self.norm = self.norm + norm.sum()
+        size = torch.maximum(norm, norm.mean()).clamp_min(_TINY)
+        self.top = torch.maximum(self.top, (distance / size).max())
 
     @property
-    def root(self) -> Tensor:
-        return self.value.sqrt()
-
-
-def _relative(wrong: _Sum, right: _Sum) -> Tensor:
-    error = wrong.root / right.root.clamp_min(_TINY)
-    return torch.where(right.value.isfinite(), error, 0.0)
-
-
-def _compare(sums: tuple[_Sum, _Sum], made: Tensor, right: Tensor, noise: Tensor) -> None:
-    wrong, norm = sums
-    wrong.add(made - right)
-    norm.add(torch.maximum(right.square().sum(-1), noise).sqrt())
+    def value(self) -> Tensor:
+        error = self.top if self.is_worst else self.distance / self.norm.clamp_min(_TINY)
+        return torch.where(self.norm.isfinite(), error.sqrt(), 0.0)
 
 
 @dataclass
@@ -159,10 +155,16 @@ class _One:
         """Of a (B, Hkv, Sk, ...) tensor."""
         return tensor[self.batch, self.head].double()
 
-    def places(self, size: int) -> Tensor:
-        """The last one, and others at random."""
-        drawn = {size - 1, *(_random.randrange(size) for _ in range(_PLACES - 1))}
-        return torch.tensor(sorted(drawn), device=self.device)
+    def parts(self, along: Tensor, across: Tensor, whole: bool) -> Iterator[Tensor]:
+        """Places of `along`, in parts that meet all of `across`: all of them, or the last one and
+        others at random."""
+        size = along.shape[-2]
+        if not whole:
+            drawn = {size - 1, *(_random.randrange(size) for _ in range(_PLACES - 1))}
+            yield torch.tensor(sorted(drawn), device=self.device)
+            return
+        scores = len(self.q) * across.shape[-2]
+        yield from torch.arange(size, device=self.device).split(max(1, _SCORES // scores))
 
     def scores(self, rows: Tensor | None, keys: Tensor | None) -> tuple[Tensor, Tensor | float]:
         """(G, rows, keys), -inf where hidden, and their derivative by the uncapped ones."""
@@ -238,10 +240,11 @@ class _One:
         return hidden_by_band(problem, i, j, len_q, len_k)
 
 
-def _sampled(problem: Problem, inputs: AnyInputs) -> Iterator[_One]:
+def _pairs(problem: Problem, inputs: AnyInputs, whole: bool) -> Iterator[_One]:
     dense = inputs if isinstance(inputs, Inputs) else inputs.dense
     batch, heads = dense.k.shape[:2]
-    for pair in _random.sample(range(batch * heads), min(_PAIRS, batch * heads)):
+    pairs = range(batch * heads)
+    for pair in pairs if whole else _random.sample(pairs, min(_PAIRS, len(pairs))):
         yield _One(problem, inputs, *divmod(pair, heads))
 
 

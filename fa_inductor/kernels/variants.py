@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import UnknownKernelError
 from ..watch import plain_name, watch_of
 from . import check_known
-from .watched import Watched
+from .watched import around
 
 _GRADIENTS = 4  # that a repeated backward has memory for
 
@@ -56,7 +56,7 @@ class VariantKernels(NamedTuple):
         plain = plain_name(name)
         module = importlib.import_module(self.modules[plain])
         if watch := watch_of(name):
-            return Watched(module, plain, watch, _GRADIENTS)
+            return around(module, plain, watch, _GRADIENTS)
         return module
 
 

@@ -18,6 +18,7 @@ from ..problem import Gradients, Problem
 from ..watch import Watch
 from . import spot_check
 from .looks import Look, looking_at
+from .replayed import Replayed
 
 log = logging.getLogger("fa_inductor")
 
@@ -32,6 +33,13 @@ _FINITE = {
 _COMPARED = {FORWARD: ("output",), BACKWARD: tuple(f"gradient of {name}" for name in "qkv")}
 Repeat = Callable[[Sequence[Any]], None]
 Rebuild = Callable[[Sequence[Any]], Any]
+
+
+def around(kernel: Any, name: str, watch: Watch, gradients: int) -> Watched | Replayed:
+    """`kernel`, called `name`, under a watch. gradients: see `Watched`."""
+    if watch.guard == "replay":
+        return Replayed(kernel, name, watch.site)
+    return Watched(kernel, name, watch, gradients)
 
 
 class Watched:

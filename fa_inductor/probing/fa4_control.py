@@ -1,4 +1,4 @@
-"""FlashAttention-4 with the change that makes it trace, and makes the captured graph launch nothing.
+"""FlashAttention-4 with the change that makes it trace, into a graph that launches nothing.
 
 FA4 launches `if not is_fake_mode()`. Answering that with True while Dynamo traces is a popular way
 past FA4's first obstacle to tracing. It is made here on a private copy of FA4, which
@@ -36,10 +36,8 @@ def is_installed() -> bool:
 def fa4_subject(faulty: bool) -> Subject:
     """Causal attention by FA4's own function, with the change; without its fault, as it is: then
     `fa_inductor.guards` stands in for it."""
-    if faulty:
-        flash_attn_func = _with_popular_change().flash_attn_func
-    else:
-        from flash_attn.cute import flash_attn_func
+    module = _with_popular_change() if faulty else importlib.import_module(_FA4)
+    flash_attn_func = module.flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
