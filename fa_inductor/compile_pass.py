@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
+import torch
 from torch import fx
 
 from . import dynamo_compat, numerics, report, torch_compat
 from .config import Config
 from .errors import FallbackError
 from .rewrite import SiteRecord, rewrite
+from .support import defects
 from .target import Target
 
 log = logging.getLogger("fa_inductor")
@@ -26,6 +29,8 @@ def run(
     sites = rewrite(gm, config, target, apply=apply)
     if config.guard != "off" and apply:
         _prepare_tables(sites)
+    for device in {site.spec.q.device for site in sites if site.spec and apply and not target}:
+        _warn_of_defects(device)
     collecting = report.collector()
     if collecting is not None:
         reason = dynamo_compat.graph_break_reason(gm)
@@ -46,6 +51,17 @@ def run(
     if line and config.on_fallback == "warn" and apply:
         log.warning("fa_inductor: %s", line)
     return sites
+
+
+@functools.cache
+def _warn_of_defects(device: torch.device) -> None:
+    """Once for each GPU: PyTorch calls the same libraries, without these limits."""
+    for line in defects(Target.of_device(device)):
+        log.warning(
+            "fa_inductor: known to be wrong: %s. fa_inductor keeps off it; attention that is left "
+            "to PyTorch may not.",
+            line,
+        )
 
 
 def _prepare_tables(sites: list[SiteRecord]) -> None:
