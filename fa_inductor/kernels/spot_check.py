@@ -157,11 +157,12 @@ class _One:
 
     def parts(self, along: Tensor, across: Tensor, whole: bool) -> Iterator[Tensor]:
         """Places of `along`, in parts that meet all of `across`: all of them, or the last one and
-        others at random."""
+        others, a random distance apart."""
         size = along.shape[-2]
         if not whole:
-            drawn = {size - 1, *(_random.randrange(size) for _ in range(_PLACES - 1))}
-            yield torch.tensor(sorted(drawn), device=self.device)
+            # Made on the device: to bring them there would wait for it, and not be captured.
+            steps = torch.arange(min(_PLACES, size), device=self.device)
+            yield size - 1 - steps * _random.randrange(1, size + 1) % size
             return
         scores = len(self.q) * across.shape[-2]
         yield from torch.arange(size, device=self.device).split(max(1, _SCORES // scores))
