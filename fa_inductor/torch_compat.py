@@ -51,6 +51,11 @@ def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torc
     return _guards._empty_strided_cuda(size, stride, dtype)
 
 
+def current_raw_stream(device_index: int) -> int:
+    """The current stream of a GPU as CUDA's own pointer; several times cheaper than the object."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
 def inductor_allocators() -> tuple[Any, tuple[str, ...]]:
     """(owner, names) of the functions that Inductor's generated code allocates its buffers with;
     looked up when that code is loaded."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_compat
 from ..call_cache import forget_at_exit
 from ..errors import CaptureError, DerivativeError, DeviceError, DtypeError, ShapeError
 from ..problem import Gradients, Inputs, Problem
@@ -52,7 +53,7 @@ class _Device:
         forget_at_exit(self.plans)
 
     def handle_on_current_stream(self) -> int:
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        stream = torch_compat.current_raw_stream(self.index)
         if stream != self.stream:
             library()._raw_set_stream(self.handle, stream)
             self.stream = stream

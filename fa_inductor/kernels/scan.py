@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..numerics import Row
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 16384
 _WARPS = 8
 
@@ -52,8 +50,8 @@ def _scan(  # type: ignore[no-untyped-def]
 def look(row: Row, tensors: Sequence[Tensor], positive: bool) -> None:
     """Let the first numbers of `row` grow to the largest magnitude in each of up to three tensors.
 
-    tensors: dense, of `DTYPES`, on the GPU of the row. positive: of the second one, the largest
-    positive value instead.
+    tensors: dense, of at most 32 bits an element, on the GPU of the row. positive: of the second
+    one, the largest positive value instead.
     """
     sizes = [tensor.numel() for tensor in tensors]
     grid = sum(-(-size // _BLOCK) for size in sizes)

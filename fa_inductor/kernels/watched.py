@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import numerics
+from .. import numerics, torch_compat
 from ..numerics import Names, Number, Row
 from ..problem import Gradients, Problem
 from ..watch import Watch
@@ -143,7 +143,7 @@ class Watched:
     def _row(self, direction: str, tensor: Tensor) -> Row:
         """That of the tensor's device and current stream: on two streams two may run at once."""
         device = tensor.device
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if tensor.is_cuda else 0
+        stream = torch_compat.current_raw_stream(device.index) if tensor.is_cuda else 0
         key = (direction, device, stream)
         row = self.rows.get(key)
         if row is None or row.table is not numerics.table_of(device):
