@@ -55,11 +55,11 @@ def run(
 
 @functools.cache
 def _warn_of_defects(device: torch.device) -> None:
-    """Once for each GPU: PyTorch calls the same libraries, without these limits."""
+    """Once for each GPU: PyTorch and user code call the same libraries, without these limits."""
     for line in defects(Target.of_device(device)):
         log.warning(
-            "fa_inductor: known to be wrong: %s. fa_inductor keeps off it; attention that is left "
-            "to PyTorch may not.",
+            "fa_inductor: known to be wrong: %s. fa_inductor keeps off it; what else calls this "
+            "library, as PyTorch's own attention does cuDNN, may not.",
             line,
         )
 
