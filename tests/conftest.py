@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+import torch._inductor.config
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fa_inductor import op_memory, varlen_checks
@@ -21,6 +22,10 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 # Inductor's compile workers cost more than they save on the small graphs of these tests.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+# Compiling Inductor's C++ is most of what the tests take, and its vector code a third of that.
+torch._inductor.config.cpp.simdlen = 1
 
 
 @pytest.fixture(autouse=True)
