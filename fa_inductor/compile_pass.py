@@ -9,6 +9,7 @@ from torch import fx
 from . import dynamo_compat, report
 from .config import Config
 from .errors import FallbackError
+from .graph_breaks import understand
 from .rewrite import SiteRecord, rewrite
 from .target import Target
 
@@ -24,11 +25,7 @@ def run(
     """
     dynamo_compat.guard_sdp_backends()
     sites = rewrite(gm, config, target, apply=apply)
-    collecting = report.collector()
-    if collecting is not None:
-        reason = dynamo_compat.graph_break_reason(gm)
-        broken = report.GraphBreak(*reason) if reason else None
-        collecting.add(len(gm.graph.nodes), sites, broken)
+    _report(gm, sites)
     for site in sites:
         log.info("%s: %s on %s; %s", site.source, site.spec, site.kernel, site.reason_texts)
         if site.objections and apply:
@@ -44,3 +41,19 @@ def run(
     if line and config.on_fallback == "warn" and apply:
         log.warning("fa_inductor: %s", line)
     return sites
+
+
+def _report(gm: fx.GraphModule, sites: list[SiteRecord]) -> None:
+    """To the report that is collecting, and to the trace that `TORCH_TRACE` asks for."""
+    found = dynamo_compat.graph_break_reason(gm)
+    broken = understand(*found, dynamo_compat.graph_break_ids()) if found else None
+    nodes = len(gm.graph.nodes)
+    report.add_graph(nodes, sites, broken)
+
+    def alone() -> str:
+        attempt = dynamo_compat.attempt()
+        this_graph = report.Report()
+        this_graph.add(nodes, sites, broken, attempt.compile_id if attempt else "")
+        return this_graph.dumps()
+
+    dynamo_compat.write_trace_artifact("fa_inductor_report", alone)
