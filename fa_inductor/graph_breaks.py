@@ -58,20 +58,20 @@ def understand(
     first, _, second = message.partition(_ANOTHER)
     reason, _, rest = first.strip().partition("\n")
     reason = _TERSE.get(reason.split(" ")[0], reason)
-    explanations = [_explanation(each) for each in (rest, second)]
+    explanations = [*_paragraphs("Explanation", rest), *_paragraphs("Explanation", second)]
     frames = tuple(StackFrame(f"{f.filename}:{f.lineno}", users_function(f.name)) for f in stack)
     return GraphBreak(
         reason,
         frames[-1].source if frames else skipped_at or "",
-        " ".join(filter(None, explanations)) or _EXPLAINED.get(reason, ""),
-        tuple(" ".join(hint.split()) for hint in re.findall(r"^  Hint: (.*)", rest, re.M)),
+        " ".join(explanations) or _EXPLAINED.get(reason, ""),
+        tuple(_paragraphs("Hint", rest)),
         ids.get(reason, ""),
         frames,
         skipped_at is not None,
     )
 
 
-def _explanation(text: str) -> str:
-    """What stands behind "Explanation:", which may go on over several lines."""
-    found = re.search(r"^  Explanation: (.*?)(?=^  Hint: |\n\n|\Z)", text, re.M | re.S)
-    return " ".join(found.group(1).split()) if found else ""
+def _paragraphs(heading: str, text: str) -> list[str]:
+    """What stands behind "Explanation:" or "Hint:", which may go on over indented lines."""
+    found = re.findall(rf"^  {heading}: (.*(?:\n    .*)*)", text, re.M)
+    return [text for each in found if (text := " ".join(each.split()))]

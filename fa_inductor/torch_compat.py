@@ -255,3 +255,15 @@ def needs_functorch_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
 def lower_bound(shape_env: Any, expr: Any) -> Any:
     """The least value that a sympy expression of symbolic sizes can have, -oo if it has none."""
     return adapted(shape_env, "bound_sympy")(expr).lower
+
+
+def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
+    """The floating-point tensors in nested containers, each with its place: `[0]['logits']`."""
+    from torch.utils import _pytree
+
+    leaves, _ = adapted(_pytree, "tree_flatten_with_path")(value)
+    return [
+        (adapted(_pytree, "keystr")(path), leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]

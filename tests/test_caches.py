@@ -95,7 +95,8 @@ def _assert_missed(answers: list[Answer]) -> None:
 
 
 def test_second_process_hits_and_a_change_misses(machine: _Machine) -> None:
-    """CA-01: routes keep apart; kernels and pattern sources are part of the key."""
+    """CA-01: routes keep apart; kernels and pattern sources are part of the key. What a process
+    reports does not depend on who compiled."""
     asked = [Request(route, train=train) for route in ROUTES for train in (False, True)]
     first = machine.run(*asked)
     assert not first[0].imported_before  # the backend's name was enough to find the package
@@ -109,6 +110,9 @@ def test_second_process_hits_and_a_change_misses(machine: _Machine) -> None:
         assert (answer.aot_autograd_hits, answer.aot_autograd_misses) == (1, 0)
         assert answer.passes == 1  # a cached graph is reported and guarded like a fresh one
         assert answer.launches == 1  # the op was registered before the graph was loaded
+    for cold, warm in zip(first, answers, strict=False):
+        assert warm.report == cold.report
+        assert [site["kernel"] for site in warm.report["sites"]] == ["reference"]
     _assert_missed(answers[len(asked) :])
 
     _change_one_byte(machine.packages / "fa_inductor" / "patterns" / "sdpa.py")

@@ -23,6 +23,7 @@ ORDER = (
     ("errors", "config", "torch_compat", "graph_writes"),
     (
         "dynamo_compat",
+        "graph_breaks",
         "symbolic",
         "problem",
         "spec",
@@ -50,10 +51,11 @@ ORDER = (
     ("times",),
     ("select",),
     ("scopes", "rewrite"),
+    ("reporting",),
     ("report",),
     ("compile_pass", "fingerprint"),
     ("explaining", "backend"),
-    ("doctor", "matrix", "demo"),
+    ("doctor", "matrix", "demo", "pytest_plugin"),
     ("cli",),
     ("__main__",),
 )
@@ -71,6 +73,12 @@ INSIDE = {
         ("graphs",),
         ("graph_ops", "graph_views"),
         ("terms",),
+    ),
+    "reporting": (
+        ("__init__",),
+        ("paths", "rules", "data"),
+        ("findings",),
+        ("table", "markdown", "sarif", "page", "junit", "baseline"),
     ),
     "patterns": (
         ("family",),
@@ -92,6 +100,7 @@ FOLDERS = {
     "": PACKAGE,
     "kernels": PACKAGE / "kernels",
     "masks": PACKAGE / "masks",
+    "reporting": PACKAGE / "reporting",
     "patterns": Path(patterns.__file__).parent,
 }
 SOURCES = {

@@ -119,7 +119,7 @@ def test_a_model_without_attention_is_covered() -> None:
 def test_json_is_read_back_as_it_was_written(report: Report) -> None:
     data = report.to_json()
     assert json.loads(report.dumps()) == json.loads(json.dumps(data)) == data
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     site = data["sites"][2]
     assert site["source"] == report.sites[2].source
     assert "F.scaled_dot_product_attention(q, k, v, mask)" in site["code"]

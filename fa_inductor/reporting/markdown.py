@@ -46,8 +46,8 @@ def markdown(data: Data, root: Path, new: Iterable[str] | None = None) -> str:
         lines += ["### Graph breaks", ""]
         for each in _once(data["graph_breaks"]):
             lines += [*_break(each, root), ""]
-    for heading, rule in (("Compiled more than once", "recompile"), ("Not finite", "nan")):
-        chosen = [each for each in found if each.rule == rule]
+    for heading, name in (("Compiled more than once", "recompile"), ("Not finite", "nan")):
+        chosen = [each for each in found if each.rule == name]
         if chosen:
             lines += [f"### {heading}", ""]
             lines += [f"- {_code(paths.shown(f.source, root))}: {_text(f.message)}" for f in chosen]

@@ -50,8 +50,9 @@ RULES: tuple[Rule, ...] = (
         "copy",
         "Copy",
         "The kernel reads a copy of an input.",
-        "A stride or pointer that the kernel cannot read (the innermost stride is not 1, or another "
-        "one or the pointer is not a multiple of 16 bytes) is repaired by a copy on every call. "
+        "A stride or pointer that the kernel cannot read (the innermost stride is not 1, or "
+        "another one or the pointer is not a multiple of 16 bytes) is repaired by a copy on every "
+        "call. "
         "Choose sizes that are multiples of 8 elements, or lay the tensor out anew once.",
         "note",
     ),

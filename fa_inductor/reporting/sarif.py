@@ -5,6 +5,7 @@ Source: OASIS Standard "Static Analysis Results Interchange Format (SARIF) Versi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -54,10 +55,8 @@ def _driver() -> dict[str, Any]:
         for rule in RULES
     ]
     driver: dict[str, Any] = {"name": "fa-inductor", "rules": rules}
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a bare checkout
         driver["version"] = importlib.metadata.version("fa-inductor")
-    except importlib.metadata.PackageNotFoundError:
-        pass  # run from a checkout that is not installed
     return driver
 
 

@@ -38,7 +38,9 @@ def table(data: Data, root: Path | None = None) -> RenderableType:
             Text("\n".join(remarks(site))),
         )
     breaks = [
-        Text(f"graph break at {place(b['source'])}: {break_title(b)}\n  {b['explanation']}".rstrip())
+        Text(
+            f"graph break at {place(b['source'])}: {break_title(b)}\n  {b['explanation']}".rstrip()
+        )
         for b in data["graph_breaks"]
     ]
     return Group(rows, *breaks)

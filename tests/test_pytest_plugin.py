@@ -1,0 +1,336 @@
+"""The pytest plugin on a project of two models: one breaks its graph, one falls back.
+
+Each run is a process of its own, as Dynamo's state is; runs are shared between tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jsonschema
+import pytest
+from test_reporting import SARIF_SCHEMA, _Page, _schema
+
+import pytest_fa_inductor
+from fa_inductor.pytest_plugin import Reports
+
+ROOT = Path(__file__).parents[1]
+
+MODELS = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+
+    class Attention(nn.Module):
+        def forward(self, x, mask=None):
+            return F.scaled_dot_product_attention(x, x, x, mask)
+
+
+    class Breaking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Attention(), Attention()
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()  # planted
+            return self.second(x)
+"""
+TESTS = """
+    import torch
+    from models import Attention, Breaking
+
+    OPTIONS = {"fa.kernels": ("reference",), "fa.on_fallback": "ignore"}
+
+
+    def test_breaking(fa_compile):
+        x = torch.randn(1, 2, 4, 8)
+        compiled = fa_compile(Breaking(), target="sm_90a", options=OPTIONS)
+        torch.testing.assert_close(compiled(x), Breaking()(x))
+        assert len(fa_compile.report.graph_breaks) == 1
+
+
+    def test_falling_back(fa_compile):
+        x, mask = torch.randn(1, 2, 4, 8).bfloat16(), torch.zeros(4, 4)
+        fa_compile(Attention(), target="sm_90a", options=OPTIONS)(x, mask)
+        assert fa_compile.report.coverage == 0
+"""
+MORE = """
+    import torch
+    from models import Attention
+
+
+    def attend(x):
+        return {"out": Attention()(x) / 0}
+
+
+    def attend_copied(x):
+        return Attention()(x)
+
+
+    def test_nan_and_recompile(fa_compile):
+        compiled = fa_compile(attend, target="sm_90a", dynamic=False)
+        for length in (64, 128):
+            compiled(torch.randn(1, 2, length, 64).bfloat16())
+
+
+    def test_without_the_fixture():
+        import fa_inductor
+        from fa_inductor.explaining import planning_backend
+
+        x = torch.randn(2 * 64 * 64 + 1).bfloat16()[1:].view(1, 2, 64, 64)
+        torch.compile(attend_copied, backend=planning_backend({}, "sm_90a"))(x)
+
+
+    def test_not_looked_at(fa_compile):
+        fa_compile(attend, target="sm_90a", finite=False)(torch.randn(1, 2, 64, 64).bfloat16())
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    status: int
+    output: str
+
+
+class Project:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("models.py", MODELS)
+        self.write("test_models.py", TESTS)
+        (folder / "pytest.ini").write_text("[pytest]\n")
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(textwrap.dedent(text).lstrip())
+
+    def run(self, *arguments: str) -> Run:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        environment.pop("PYTEST_XDIST_WORKER", None)
+        command = [sys.executable, "-m", "pytest", "-p", "pytest_fa_inductor", *arguments]
+        command += ["-p", "no:cacheprovider", "-q", "-W", "ignore"]
+        process = subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
+        )
+        return Run(process.returncode, process.stdout + process.stderr)
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.folder / name).read_text())
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return Project(tmp_path_factory.mktemp("project"))
+
+
+@pytest.fixture(scope="module")
+def failing(project: Project) -> Run:
+    return project.run(
+        "--fa-report=out", "--fa-fail-on=graph-break,fallback", "--junitxml=junit.xml"
+    )
+
+
+# --- What it writes -------------------------------------------------------------------------------
+
+
+def test_planted_faults_fail_the_run_though_all_tests_pass(failing: Run) -> None:
+    assert failing.status == 1, failing.output
+    assert "2 passed" in failing.output
+    assert "3 attention site(s): 2 on reference, 1 on fallback" in failing.output
+    lines = [line for line in failing.output.splitlines() if line.startswith("FAILED")]
+    assert len(lines) == 2
+    assert "FAILED graph-break models.py:18: GB0025" in lines[0]
+    assert "[test_models.py::test_breaking]" in lines[0]
+    assert "FAILED fallback models.py:8: bfloat16 q(1, 2, 4, 8)" in lines[1]
+    assert "beside a bfloat16 query" in lines[1]
+
+
+def test_the_json_is_of_its_schema(project: Project, failing: Run) -> None:
+    data = project.json("out/report.json")
+    _schema().validate(data)
+    tests = [site["test"] for site in data["sites"]]
+    assert tests == ["test_models.py::test_breaking"] * 2 + ["test_models.py::test_falling_back"]
+    assert data["graph_breaks"][0]["gb_id"] == "GB0025"
+
+
+def test_the_sarif_is_of_the_public_schema(project: Project, failing: Run) -> None:
+    log = project.json("out/report.sarif")
+    jsonschema.Draft4Validator(json.loads(SARIF_SCHEMA.read_text())).validate(log)
+    places = {
+        result["ruleId"]: (
+            result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"],
+            result["locations"][0]["physicalLocation"]["region"]["startLine"],
+        )
+        for result in log["runs"][0]["results"]
+    }
+    assert places == {"graph-break": ("models.py", 18), "fallback": ("models.py", 8)}
+
+
+def test_markdown_and_page_are_written(project: Project, failing: Run) -> None:
+    text = (project.folder / "out/report.md").read_text()
+    assert "| `graph-break` | 1 |" in text
+    assert "**GB0025" in text
+    page = _Page.of((project.folder / "out/report.html").read_text())
+    assert "models.py:18" in page.text
+    assert "fallback" in page.text
+
+
+def test_properties_are_in_the_junit_file(project: Project, failing: Run) -> None:
+    cases = ElementTree.parse(project.folder / "junit.xml").getroot().iter("testcase")
+    found = {
+        case.get("name"): {p.get("name"): p.get("value") for p in case.iter("property")}
+        for case in cases
+    }
+    assert found["test_falling_back"]["fa.coverage"] == "0.0000"
+    assert found["test_breaking"]["fa.finding.graph-break"].startswith("models.py:18: GB0025")
+
+
+@pytest.fixture(scope="module")
+def writing(project: Project) -> Run:
+    """Two workers, which write a baseline."""
+    return project.run(
+        *("-n", "2", "--fa-report=merged", "--junitxml=merged.xml"),
+        *("--fa-baseline=known.json", "--fa-write-baseline", "--fa-fail-on=fallback"),
+    )
+
+
+def test_workers_reports_are_merged(project: Project, failing: Run, writing: Run) -> None:
+    """... into the very files that one process writes."""
+    assert "2 passed" in writing.output
+    for name in ("report.json", "report.sarif", "report.md", "report.html"):
+        one, many = (project.folder / folder / name for folder in ("out", "merged"))
+        assert many.read_text() == one.read_text(), name
+    assert "fa.finding.fallback" in (project.folder / "merged.xml").read_text()
+
+
+# --- Baseline -------------------------------------------------------------------------------------
+
+
+def test_a_baseline_silences_what_is_old_only(
+    project: Project, writing: Run, tmp_path: Path
+) -> None:
+    assert writing.status == 0, writing.output
+    assert "2 finding(s) written to known.json" in writing.output
+    rules = [each["rule"] for each in project.json("known.json")["findings"]]
+    assert rules == ["fallback", "graph-break"]
+
+    changed = Project(tmp_path)  # and the same on another machine
+    shutil.copy(project.folder / "known.json", tmp_path)
+    # Lines move, and faults come in: only these are new, of whichever kind.
+    changed.write("models.py", "    # A line more.\n" + MODELS)
+    changed.write("test_more.py", MORE)
+    new = changed.run("--fa-baseline=known.json", "--fa-report=out")
+    assert new.status == 1, new.output
+    failed = [line.split()[1] for line in new.output.splitlines() if line.startswith("FAILED")]
+    assert sorted(set(failed)) == ["copy", "nan", "recompile"]
+    assert "graph-break: 1, 0 new" in new.output
+    assert "nan: 1, 1 new" in new.output
+    assert "output['out'] of attend" in new.output
+    states = {
+        result["ruleId"]: result["baselineState"]
+        for result in changed.json("out/report.sarif")["runs"][0]["results"]
+    }
+    old = {rule for rule, state in states.items() if state == "unchanged"}
+    assert old == {"graph-break", "fallback"}
+    assert "| `recompile` | 1 | 1 |" in (tmp_path / "out/report.md").read_text()
+
+    same = changed.run("--fa-baseline=known.json", "test_models.py")
+    assert same.status == 0, same.output
+    assert "2 passed" in same.output
+
+
+# --- Options, and what it costs unasked -----------------------------------------------------------
+
+
+def test_wrong_options_are_usage_errors_that_help(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in {
+        ("--fa-fail-on=graph-brake",): "Did you mean 'graph-break'?",
+        ("--fa-fail-on=nan,nothing-alike",): "known are graph-break, fallback, recompile, copy",
+        ("--fa-baseline=nowhere.json",): "--fa-write-baseline makes it",
+        ("--fa-write-baseline",): "name the file with --fa-baseline",
+    }.items():
+        status = _configure(project, *arguments)
+        assert message in status
+
+
+def _configure(project: Project, *arguments: str) -> str:
+    """What pytest's configuration says of these arguments, without a process."""
+    parser = pytest.Parser(_ispytest=True)
+    pytest_fa_inductor.pytest_addoption(parser)
+    options = parser.parse_known_args([*arguments])
+
+    class Config:
+        rootpath = project.folder
+
+        def getoption(self, name: str) -> Any:
+            return getattr(options, name)
+
+    with pytest.raises(pytest.UsageError) as error:
+        pytest_fa_inductor.pytest_configure(Config())  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_an_unknown_word_ends_the_run_before_it_starts(project: Project) -> None:
+    run = project.run("--fa-fail-on=fallbak")
+    assert run.status == pytest.ExitCode.USAGE_ERROR
+    assert "Did you mean 'fallback'?" in run.output
+    assert "passed" not in run.output
+
+
+def test_unasked_it_imports_and_says_nothing(tmp_path: Path) -> None:
+    """It is part of every run of pytest wherever fa_inductor is installed."""
+    project = Project(tmp_path)
+    project.write("models.py", "")
+    project.write(
+        "test_models.py",
+        """
+        import sys
+
+
+        def test_modules(pytestconfig):
+            assert pytestconfig.pluginmanager.hasplugin("pytest_fa_inductor")
+            assert not pytestconfig.pluginmanager.hasplugin("fa_inductor_reports")
+            heavy = {"torch", "fa_inductor", "rich", "jinja2", "numpy"}
+            assert not heavy & set(sys.modules)
+        """,
+    )
+    run = project.run()
+    assert run.status == 0, run.output
+    assert "attention" not in run.output
+
+
+def test_asked_without_a_compile_it_says_so(tmp_path: Path) -> None:
+    """A run that compiles nothing proves nothing, and must not look as if."""
+
+    class Config:
+        rootpath = tmp_path
+
+    class Session:
+        exitstatus = 0
+
+    class Terminal:
+        lines: ClassVar[list[str]] = []
+
+        def section(self, title: str) -> None:
+            self.lines.append(title)
+
+        def write_line(self, line: str) -> None:
+            self.lines.append(line)
+
+    reports = Reports(Config(), str(tmp_path / "out"), None, False, ("fallback",))  # type: ignore[arg-type]
+    reports.pytest_sessionfinish(Session())  # type: ignore[arg-type]
+    reports.pytest_terminal_summary(Terminal())
+    assert "no test has compiled anything" in Terminal.lines
+    assert Session.exitstatus == 0
+    assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []

@@ -1,0 +1,351 @@
+"""What is made of a report: schema, findings, Markdown, SARIF, HTML, JUnit properties, baseline."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from html.parser import HTMLParser
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import reported_data
+from explained_model import Model, make_mask, make_x
+from markdown_it import MarkdownIt
+
+import fa_inductor
+import pytest_fa_inductor
+from fa_inductor.errors import OptionError
+from fa_inductor.reporting import FORMATS, baseline, paths, render
+from fa_inductor.reporting.data import merged, read
+from fa_inductor.reporting.findings import findings
+from fa_inductor.reporting.junit import properties
+from fa_inductor.reporting.markdown import markdown
+from fa_inductor.reporting.page import page
+from fa_inductor.reporting.rules import BY_ID, RULES
+from fa_inductor.reporting.sarif import sarif
+
+ROOT = Path("/home/user/project")
+# Of the npm package @microsoft/jest-sarif 1.0.0-beta.0 (MIT): the schema that OASIS published.
+SARIF_SCHEMA = Path(__file__).parent / "data" / "sarif-2.1.0-rtm.5.json"
+
+
+def _schema() -> Any:
+    text = resources.files(fa_inductor).joinpath("data/report.schema.json").read_text()
+    schema = json.loads(text)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, Any]:
+    """The report of a real model: fallback, graph break, symbolic sizes."""
+    x = make_x()
+    fa_inductor.explain(Model(), options={"fa.kernels": ("reference",)})(x, make_mask())
+    explain = fa_inductor.explain(Model(), options={"fa.kernels": ("fa4", "reference")})
+    return explain(x, make_mask()).to_json()
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    return reported_data.report(ROOT)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def test_reports_are_of_their_schema(real: dict[str, Any], data: dict[str, Any]) -> None:
+    _schema().validate(real)
+    _schema().validate(data)
+    _schema().validate(merged([("a.py::test", real), ("", data)]))
+
+
+@pytest.mark.parametrize("part", ["sites", "graphs", "graph_breaks", "not_finite"])
+def test_the_schema_refuses_what_is_missing_or_unknown(part: str, data: dict[str, Any]) -> None:
+    for key in (*data[part][0], "unknown"):
+        spoilt = json.loads(json.dumps(data))
+        spoilt[part][0][key] = spoilt[part][0].pop(key) if key != "unknown" else 1
+        if key != "unknown":
+            del spoilt[part][0][key]
+        with pytest.raises(jsonschema.ValidationError):
+            _schema().validate(spoilt)
+
+
+def test_a_report_is_read_back(tmp_path: Path, data: dict[str, Any]) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(render(data, "json", ROOT))
+    assert read(path) == data
+    path.write_text(json.dumps({**data, "schema_version": 1}))
+    with pytest.raises(OptionError, match=r"schema_version 1.*reads 2"):
+        read(path)
+    for text in ("[]", "{", "{}"):
+        path.write_text(text)
+        with pytest.raises(OptionError, match=r"report\.json"):
+            read(path)
+
+
+def test_merged_reports_name_their_test_and_count_anew(data: dict[str, Any]) -> None:
+    covered = {**data, "sites": data["sites"][2:]}
+    both = merged([("one", data), ("two", covered)])
+    assert [site["test"] for site in both["sites"]] == ["one", "one", "one", "two"]
+    assert both["coverage"] == 0.5
+    assert "test" not in data["sites"][0]  # what was given is as it was
+
+
+def test_an_unknown_format_is_an_error_that_helps(data: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="Did you mean 'markdown'"):
+        render(data, "markdwon", ROOT)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_names_sites_kernels_and_breaks(form: str, real: dict[str, Any]) -> None:
+    text = render(real, form, Path(__file__).parent)
+    for word in ("explained_model.py", "GB0025", "attn_mask float32"):
+        assert word in text.replace("\\_", "_").replace("&#95;", "_"), word
+
+
+# --- Findings -------------------------------------------------------------------------------------
+
+
+def test_there_is_a_finding_of_each_kind(data: dict[str, Any]) -> None:
+    found = findings(data, ROOT)
+    counts = Counter(each.rule for each in found)
+    assert counts == {"graph-break": 1, "fallback": 2, "copy": 1, "recompile": 1, "nan": 1}
+    assert set(BY_ID) == set(counts) == set(pytest_fa_inductor.FAIL_ON)
+    by_rule = {each.rule: each for each in found}
+    assert "GB0025 Call to `f()`" in by_rule["graph-break"].message
+    assert "left to Python" in by_rule["graph-break"].message
+    assert "compiled 2 times: size mismatch" in by_rule["recompile"].message
+    assert by_rule["copy"].message.startswith("cudnn reads a copy of k: stride 33 elements")
+
+
+def test_one_finding_for_many_tests(data: dict[str, Any]) -> None:
+    found = findings(merged([("one", data), ("two", data)]), ROOT)
+    assert len(found) == 6
+    assert {each.tests for each in found} == {("one", "two")}
+
+
+def test_a_graph_of_ours_after_one_of_anothers_is_no_recompile(data: dict[str, Any]) -> None:
+    """Dynamo counts what another backend compiled, too: nothing of ours is done twice."""
+    data["graphs"] = data["graphs"][1:]
+    assert "recompile" not in {each.rule for each in findings(data, ROOT)}
+
+
+def test_keys_last_when_lines_move_and_on_another_machine(data: dict[str, Any]) -> None:
+    elsewhere = Path("/builds/42")
+    text = json.dumps(data).replace(str(ROOT), str(elsewhere))
+    moved = json.loads(text.replace("attention.py:7", "attention.py:9"))
+    moved = json.loads(json.dumps(moved).replace("/usr/lib/python3/", "/opt/venv/lib/"))
+    keys = [each.key(ROOT) for each in findings(data, ROOT)]
+    assert [each.key(elsewhere) for each in findings(moved, elsewhere)] == keys
+    assert len(set(keys)) == len(keys)
+    data["sites"][0]["code"] = "another_line()"
+    assert [each.key(ROOT) for each in findings(data, ROOT)] != keys
+
+
+def test_paths_are_portable() -> None:
+    assert paths.shown(f"{ROOT}/a b/c.py:3", ROOT) == "a b/c.py:3"
+    assert paths.shown("/usr/lib/c.py:3", ROOT) == "/usr/lib/c.py:3"
+    inside = f"{ROOT}/.venv/lib/site-packages/lib/c.py"
+    assert paths.inside(inside, ROOT) is None
+    assert paths.portable(inside, ROOT) == "site-packages/lib/c.py"
+    assert paths.shown("unknown", ROOT) == "unknown"
+
+
+# --- Baseline -------------------------------------------------------------------------------------
+
+
+def test_a_baseline_is_read_back(tmp_path: Path, data: dict[str, Any]) -> None:
+    path = tmp_path / "folder" / "baseline.json"
+    found = findings(data, ROOT)
+    baseline.write(path, found, ROOT)
+    assert baseline.read(path) == {each.key(ROOT) for each in found}
+    assert str(ROOT) not in path.read_text()
+    first = path.read_text()
+    baseline.write(path, reversed(found), ROOT)
+    assert path.read_text() == first
+    for text in ("[]", "{", '{"baseline_version": 7}'):
+        path.write_text(text)
+        with pytest.raises(OptionError, match=r"baseline\.json"):
+            baseline.read(path)
+
+
+# --- SARIF ----------------------------------------------------------------------------------------
+
+
+def _sarif(data: dict[str, Any], known: set[str] | None = None) -> dict[str, Any]:
+    """The only run of the log, which is valid."""
+    log = json.loads(sarif(data, ROOT, known))
+    schema = json.loads(SARIF_SCHEMA.read_text())
+    jsonschema.Draft4Validator(schema).validate(log)
+    (run,) = log["runs"]
+    return run
+
+
+def test_sarif_is_of_the_public_schema(real: dict[str, Any], data: dict[str, Any]) -> None:
+    _sarif(real)
+    _sarif(data, set())
+    spoilt = json.loads(sarif(data, ROOT))
+    spoilt["runs"][0]["results"][0]["level"] = "loud"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft4Validator(json.loads(SARIF_SCHEMA.read_text())).validate(spoilt)
+
+
+def test_sarif_has_rules_with_help_and_results_at_the_users_lines(data: dict[str, Any]) -> None:
+    run = _sarif(data)
+    rules = run["tool"]["driver"]["rules"]
+    assert [rule["id"] for rule in rules] == [rule.id for rule in RULES]
+    assert all(rule["help"]["text"] for rule in rules)
+    places = {}
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        (location,) = result["locations"]
+        physical = location["physicalLocation"]
+        assert physical["artifactLocation"]["uriBaseId"] == "SRCROOT"
+        line = physical["region"]["startLine"]
+        places[result["ruleId"]] = (physical["artifactLocation"]["uri"], line)
+    assert places == {
+        # Not where the library breaks the graph, but where the user calls it.
+        "graph-break": ("models/my%20model.py", 12),
+        "fallback": ("models/attention.py", 7),
+        "copy": ("models/attention.py", 7),
+        "recompile": ("models/model.py", 3),
+        "nan": ("models/model.py", 3),
+    }
+
+
+def test_sarif_joins_layers_that_are_alike(data: dict[str, Any]) -> None:
+    run = _sarif(data)
+    (fallback,) = (result for result in run["results"] if result["ruleId"] == "fallback")
+    assert "(in layers.0, layers.1)" in fallback["message"]["text"]
+    prints = [result["partialFingerprints"]["faInductorLine/v1"] for result in run["results"]]
+    assert len(set(prints)) == len(prints)
+
+
+def test_sarif_has_the_stack_innermost_first(data: dict[str, Any]) -> None:
+    (broken,) = (r for r in _sarif(data)["results"] if r["ruleId"] == "graph-break")
+    frames = [f["location"]["message"]["text"] for f in broken["stacks"][0]["frames"]]
+    assert frames == ["call", "forward"]
+    assert "site-packages/library/f.py:20" in broken["message"]["text"]
+
+
+def test_sarif_says_what_is_new(data: dict[str, Any]) -> None:
+    found = findings(data, ROOT)
+    known = {each.key(ROOT) for each in found if each.rule in ("nan", "copy")}
+    states = {r["ruleId"]: r["baselineState"] for r in _sarif(data, known)["results"]}
+    old = {rule for rule, state in states.items() if state == "unchanged"}
+    assert old == {"nan", "copy"}
+    assert all("baselineState" not in result for result in _sarif(data)["results"])
+
+
+# --- Markdown -------------------------------------------------------------------------------------
+
+
+def test_markdown_is_tables_that_hold(data: dict[str, Any]) -> None:
+    """What a report quotes may hold bars, HTML and markup: it shows as it is."""
+    text = markdown(data, ROOT, new=())
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in rows if "finding" in line} == {4}
+    html = MarkdownIt("commonmark").enable("table").render(text)
+    page = _Page.of(html)
+    assert page.counts["tr"] == 1 + len(RULES) + 1 + 2
+    assert {len(row) for row in page.rows} == {3, 5}
+    assert page.counts["script"] == page.counts["a"] == page.counts["em"] == 0
+    assert reported_data.ODD in page.text
+    assert "2 sites" in page.text
+    assert "models/my model.py:12" in page.text
+
+
+def test_markdown_says_how_many_are_new(data: dict[str, Any]) -> None:
+    keys = [each.key(ROOT) for each in findings(data, ROOT) if each.rule == "fallback"]
+    text = markdown(data, ROOT, new=keys[:1])
+    assert "| `fallback` | 2 | 1 |" in text
+    assert "| `nan` | 1 | 0 |" in text
+    assert "| `fallback` | 2 |\n" in markdown(data, ROOT)
+
+
+# --- HTML -----------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Counts elements, keeps text, rows of tables and what is asked for from elsewhere."""
+
+    VOID = ("meta", "br", "hr", "img", "link")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.text, self.style = "", ""
+        self.rows: list[list[str]] = []
+        self.external: list[str] = []
+
+    @classmethod
+    def of(cls, html: str) -> _Page:
+        parser = cls()
+        parser.feed(html)
+        parser.close()
+        assert parser.open == []
+        return parser
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] += 1
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        self.external += [str(value) for name, value in attrs if name in ("src", "href", "srcset")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self.open:
+            self.style += data
+            return
+        self.text += data
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+
+
+def test_the_page_needs_nothing_from_elsewhere(data: dict[str, Any]) -> None:
+    found = _Page.of(page(data, ROOT, new=()))
+    assert found.external == []
+    assert found.counts["script"] == found.counts["link"] == found.counts["img"] == 0
+    assert "url(" not in found.style
+    assert "@import" not in found.style
+    assert "prefers-color-scheme: dark" in found.style
+    assert found.counts["title"] == 1
+
+
+def test_the_page_shows_it_all(data: dict[str, Any]) -> None:
+    found = _Page.of(page(data, ROOT))
+    assert len([row for row in found.rows if row[0].startswith("models/attention.py:7")]) == 2
+    for text in (reported_data.ODD, "33%", "layers.0 … layers.1", "GB0025", "Do not call it."):
+        assert text in found.text
+    for text in ("models/my model.py:12", "output['x'] of Model", "size mismatch", "copied: k"):
+        assert text in found.text
+    assert " new" not in found.text
+    assert "· 0 new" in _Page.of(page(data, ROOT, new=())).text
+
+
+def test_a_page_without_anything_is_a_page() -> None:
+    found = _Page.of(page(merged([]), ROOT))
+    assert "0 attention site(s)" in found.text
+
+
+# --- JUnit ----------------------------------------------------------------------------------------
+
+
+def test_properties_are_text(data: dict[str, Any]) -> None:
+    found = properties(data, ROOT)
+    assert all(isinstance(name, str) and isinstance(value, str) for name, value in found)
+    named = dict(found)
+    assert (named["fa.coverage"], named["fa.sites"]) == ("0.3333", "3")
+    assert (named["fa.sites.fallback"], named["fa.sites.cudnn"]) == ("2", "1")
+    assert named["fa.finding.nan"].startswith("models/model.py:3: output['x']")
+    assert len([name for name, _ in found if name == "fa.finding.fallback"]) == 2
