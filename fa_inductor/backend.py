@@ -12,6 +12,7 @@ from . import compile_pass, dynamo_compat, kernels, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
+from .ranges import in_range
 from .report import timed_pass
 
 # The Inductor option that carries our cache key through a pass that changes nothing.
@@ -35,8 +36,9 @@ def fa_inductor(
         config, compiler = _parse(mode, options)
         # Read before the rewrite, under the flags that the rewrite decides by.
         patches = _with_cache_key(compiler.config, fingerprint(config))
-        compile_pass.run(gm, config)
-    return torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
+        sites = compile_pass.run(gm, config)
+    compiled = torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
+    return in_range(compiled, sites)
 
 
 def _reset() -> None:

@@ -267,3 +267,23 @@ def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
         for path, leaf in leaves
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]
+
+
+# --- Profiler -------------------------------------------------------------------------------
+
+_profiler = torch.autograd.profiler
+adapted(_profiler, "_is_profiler_enabled")
+
+
+def is_profiled() -> bool:
+    """Whether a profiler of PyTorch's runs now, in any thread."""
+    return _profiler._is_profiler_enabled
+
+
+def copy_attributes(compiled: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
+    """Give a wrapper what PyTorch reads off a compiled graph (how to store it, ...), but not what
+    Dynamo finds the innermost function by: it would unwrap the wrapper."""
+    own = ("_torchdynamo_", "__wrapped__")
+    for name, value in getattr(compiled, "__dict__", {}).items():
+        if not name.startswith(own):
+            setattr(wrapper, name, value)

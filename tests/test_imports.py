@@ -51,7 +51,7 @@ ORDER = (
     ("times",),
     ("select",),
     ("scopes", "rewrite"),
-    ("reporting",),
+    ("ranges", "reporting"),
     ("report",),
     ("compile_pass", "fingerprint"),
     ("explaining", "backend"),

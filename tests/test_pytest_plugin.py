@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -334,3 +335,17 @@ def test_asked_without_a_compile_it_says_so(tmp_path: Path) -> None:
     assert "no test has compiled anything" in Terminal.lines
     assert Session.exitstatus == 0
     assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []
+
+
+def test_the_docs_name_options_that_exist() -> None:
+    parser = pytest.Parser(_ispytest=True)
+    pytest_fa_inductor.pytest_addoption(parser)
+    known = {name for option in parser.getgroup("fa_inductor").options for name in option.names()}
+    for name in ("docs/reports.md", "docs/github-actions.yml", "README.md"):
+        text = (ROOT / name).read_text()
+        used = set(re.findall(r"--fa-[a-z-]+", text))
+        assert used, name
+        assert used <= known, name
+    words = re.search(r"default: (\S*nan\S*)", (ROOT / "docs/github-actions.yml").read_text())
+    assert words is not None
+    assert pytest_fa_inductor._words(words.group(1)) == pytest_fa_inductor.FAIL_ON
