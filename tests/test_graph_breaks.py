@@ -110,6 +110,11 @@ def _at_once(x: Tensor) -> Tensor:
     return x.sin()
 
 
+def _nothing_else(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()  # nothing else
+    return x
+
+
 def _explained(fn: Callable[..., Any]) -> Report:
     return fa_inductor.explain(fn)(torch.ones(3))
 
@@ -142,10 +147,11 @@ def test_a_frame_left_to_python_is_a_break() -> None:
 
 
 def test_a_break_before_any_graph_is_told() -> None:
-    report = _explained(_at_once)
-    assert len(report.graphs) == 1
-    (broken,) = report.graph_breaks
-    assert (broken.source, broken.skipped) == (_here("at once"), False)
+    for fn, place, graphs in ((_at_once, "at once", 1), (_nothing_else, "nothing else", 0)):
+        report = _explained(fn)
+        assert len(report.graphs) == graphs
+        (broken,) = report.graph_breaks
+        assert (broken.source, broken.skipped) == (_here(place), False)
 
 
 def test_a_report_is_told_nothing_of_another() -> None:
@@ -156,10 +162,12 @@ def test_a_report_is_told_nothing_of_another() -> None:
 
 
 def test_what_was_compiled_before_is_not_told() -> None:
-    compiled = torch.compile(_in_a_loop, backend="eager")
-    compiled(torch.ones(3))
-    with collecting() as report:
+    both = [torch.compile(fn, backend="eager") for fn in (_in_a_loop, _at_once)]
+    for compiled in both:
         compiled(torch.ones(3))
+    with collecting() as report:
+        for compiled in both:
+            compiled(torch.ones(3))
     assert report.graph_breaks == []
 
 
