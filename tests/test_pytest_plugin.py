@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,14 +14,10 @@ import textwrap
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import jsonschema
 import pytest
-from test_reporting import SARIF_SCHEMA, _Page, _schema
-
-import pytest_fa_inductor
-from fa_inductor.pytest_plugin import Reports
+from report_readers import Page, check_report, check_sarif
 
 ROOT = Path(__file__).parents[1]
 
@@ -157,7 +152,7 @@ def test_planted_faults_fail_the_run_though_all_tests_pass(failing: Run) -> None
 
 def test_the_json_is_of_its_schema(project: Project, failing: Run) -> None:
     data = project.json("out/report.json")
-    _schema().validate(data)
+    check_report(data)
     tests = [site["test"] for site in data["sites"]]
     assert tests == ["test_models.py::test_breaking"] * 2 + ["test_models.py::test_falling_back"]
     assert data["graph_breaks"][0]["gb_id"] == "GB0025"
@@ -165,7 +160,7 @@ def test_the_json_is_of_its_schema(project: Project, failing: Run) -> None:
 
 def test_the_sarif_is_of_the_public_schema(project: Project, failing: Run) -> None:
     log = project.json("out/report.sarif")
-    jsonschema.Draft4Validator(json.loads(SARIF_SCHEMA.read_text())).validate(log)
+    check_sarif(log)
     places = {
         result["ruleId"]: (
             result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"],
@@ -180,7 +175,7 @@ def test_markdown_and_page_are_written(project: Project, failing: Run) -> None:
     text = (project.folder / "out/report.md").read_text()
     assert "| `graph-break` | 1 |" in text
     assert "**GB0025" in text
-    page = _Page.of((project.folder / "out/report.html").read_text())
+    page = Page.of((project.folder / "out/report.html").read_text())
     assert "models.py:18" in page.text
     assert "fallback" in page.text
 
@@ -244,42 +239,8 @@ def test_a_baseline_silences_what_is_old_only(
     assert old == {"graph-break", "fallback"}
     assert "| `recompile` | 1 | 1 |" in (tmp_path / "out/report.md").read_text()
 
-    same = changed.run("--fa-baseline=known.json", "test_models.py")
-    assert same.status == 0, same.output
-    assert "2 passed" in same.output
 
-
-# --- Options, and what it costs unasked -----------------------------------------------------------
-
-
-def test_wrong_options_are_usage_errors_that_help(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, message in {
-        ("--fa-fail-on=graph-brake",): "Did you mean 'graph-break'?",
-        ("--fa-fail-on=nan,nothing-alike",): "known are graph-break, fallback, recompile, copy",
-        ("--fa-baseline=nowhere.json",): "--fa-write-baseline makes it",
-        ("--fa-write-baseline",): "name the file with --fa-baseline",
-    }.items():
-        status = _configure(project, *arguments)
-        assert message in status
-
-
-def _configure(project: Project, *arguments: str) -> str:
-    """What pytest's configuration says of these arguments, without a process."""
-    parser = pytest.Parser(_ispytest=True)
-    pytest_fa_inductor.pytest_addoption(parser)
-    options = parser.parse_known_args([*arguments])
-
-    class Config:
-        rootpath = project.folder
-
-        def getoption(self, name: str) -> Any:
-            return getattr(options, name)
-
-    with pytest.raises(pytest.UsageError) as error:
-        pytest_fa_inductor.pytest_configure(Config())  # type: ignore[arg-type]
-    return str(error.value)
+# --- What it costs unasked ------------------------------------------------------------------------
 
 
 def test_an_unknown_word_ends_the_run_before_it_starts(project: Project) -> None:
@@ -309,43 +270,3 @@ def test_unasked_it_imports_and_says_nothing(tmp_path: Path) -> None:
     run = project.run()
     assert run.status == 0, run.output
     assert "attention" not in run.output
-
-
-def test_asked_without_a_compile_it_says_so(tmp_path: Path) -> None:
-    """A run that compiles nothing proves nothing, and must not look as if."""
-
-    class Config:
-        rootpath = tmp_path
-
-    class Session:
-        exitstatus = 0
-
-    class Terminal:
-        lines: ClassVar[list[str]] = []
-
-        def section(self, title: str) -> None:
-            self.lines.append(title)
-
-        def write_line(self, line: str) -> None:
-            self.lines.append(line)
-
-    reports = Reports(Config(), str(tmp_path / "out"), None, False, ("fallback",))  # type: ignore[arg-type]
-    reports.pytest_sessionfinish(Session())  # type: ignore[arg-type]
-    reports.pytest_terminal_summary(Terminal())
-    assert "no test has compiled anything" in Terminal.lines
-    assert Session.exitstatus == 0
-    assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []
-
-
-def test_the_docs_name_options_that_exist() -> None:
-    parser = pytest.Parser(_ispytest=True)
-    pytest_fa_inductor.pytest_addoption(parser)
-    known = {name for option in parser.getgroup("fa_inductor").options for name in option.names()}
-    for name in ("docs/reports.md", "docs/github-actions.yml", "README.md"):
-        text = (ROOT / name).read_text()
-        used = set(re.findall(r"--fa-[a-z-]+", text))
-        assert used, name
-        assert used <= known, name
-    words = re.search(r"default: (\S*nan\S*)", (ROOT / "docs/github-actions.yml").read_text())
-    assert words is not None
-    assert pytest_fa_inductor._words(words.group(1)) == pytest_fa_inductor.FAIL_ON

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from html.parser import HTMLParser
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import reported_data
 from explained_model import Model, make_mask, make_x
 from markdown_it import MarkdownIt
+from report_readers import Page, check_report, check_sarif
 
 import fa_inductor
 import pytest_fa_inductor
@@ -28,15 +27,6 @@ from fa_inductor.reporting.rules import BY_ID, RULES
 from fa_inductor.reporting.sarif import sarif
 
 ROOT = Path("/home/user/project")
-# Of the npm package @microsoft/jest-sarif 1.0.0-beta.0 (MIT): the schema that OASIS published.
-SARIF_SCHEMA = Path(__file__).parent / "data" / "sarif-2.1.0-rtm.5.json"
-
-
-def _schema() -> Any:
-    text = resources.files(fa_inductor).joinpath("data/report.schema.json").read_text()
-    schema = json.loads(text)
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +47,9 @@ def data() -> dict[str, Any]:
 
 
 def test_reports_are_of_their_schema(real: dict[str, Any], data: dict[str, Any]) -> None:
-    _schema().validate(real)
-    _schema().validate(data)
-    _schema().validate(merged([("a.py::test", real), ("", data)]))
+    check_report(real)
+    check_report(data)
+    check_report(merged([("a.py::test", real), ("", data)]))
 
 
 @pytest.mark.parametrize("part", ["sites", "graphs", "graph_breaks", "not_finite"])
@@ -70,7 +60,7 @@ def test_the_schema_refuses_what_is_missing_or_unknown(part: str, data: dict[str
         if key != "unknown":
             del spoilt[part][0][key]
         with pytest.raises(jsonschema.ValidationError):
-            _schema().validate(spoilt)
+            check_report(spoilt)
 
 
 def test_a_report_is_read_back(tmp_path: Path, data: dict[str, Any]) -> None:
@@ -178,8 +168,7 @@ def test_a_baseline_is_read_back(tmp_path: Path, data: dict[str, Any]) -> None:
 def _sarif(data: dict[str, Any], known: set[str] | None = None) -> dict[str, Any]:
     """The only run of the log, which is valid."""
     log = json.loads(sarif(data, ROOT, known))
-    schema = json.loads(SARIF_SCHEMA.read_text())
-    jsonschema.Draft4Validator(schema).validate(log)
+    check_sarif(log)
     (run,) = log["runs"]
     return run
 
@@ -190,7 +179,7 @@ def test_sarif_is_of_the_public_schema(real: dict[str, Any], data: dict[str, Any
     spoilt = json.loads(sarif(data, ROOT))
     spoilt["runs"][0]["results"][0]["level"] = "loud"
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft4Validator(json.loads(SARIF_SCHEMA.read_text())).validate(spoilt)
+        check_sarif(spoilt)
 
 
 def test_sarif_has_rules_with_help_and_results_at_the_users_lines(data: dict[str, Any]) -> None:
@@ -249,7 +238,7 @@ def test_markdown_is_tables_that_hold(data: dict[str, Any]) -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in rows if "finding" in line} == {4}
     html = MarkdownIt("commonmark").enable("table").render(text)
-    page = _Page.of(html)
+    page = Page.of(html)
     assert page.counts["tr"] == 1 + len(RULES) + 1 + 2
     assert {len(row) for row in page.rows} == {3, 5}
     assert page.counts["script"] == page.counts["a"] == page.counts["em"] == 0
@@ -269,51 +258,8 @@ def test_markdown_says_how_many_are_new(data: dict[str, Any]) -> None:
 # --- HTML -----------------------------------------------------------------------------------------
 
 
-class _Page(HTMLParser):
-    """Counts elements, keeps text, rows of tables and what is asked for from elsewhere."""
-
-    VOID = ("meta", "br", "hr", "img", "link")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.counts: Counter[str] = Counter()
-        self.text, self.style = "", ""
-        self.rows: list[list[str]] = []
-        self.external: list[str] = []
-
-    @classmethod
-    def of(cls, html: str) -> _Page:
-        parser = cls()
-        parser.feed(html)
-        parser.close()
-        assert parser.open == []
-        return parser
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] += 1
-        if tag not in self.VOID:
-            self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        self.external += [str(value) for name, value in attrs if name in ("src", "href", "srcset")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" in self.open:
-            self.style += data
-            return
-        self.text += data
-        if "td" in self.open or "th" in self.open:
-            self.rows[-1][-1] += data
-
-
 def test_the_page_needs_nothing_from_elsewhere(data: dict[str, Any]) -> None:
-    found = _Page.of(page(data, ROOT, new=()))
+    found = Page.of(page(data, ROOT, new=()))
     assert found.external == []
     assert found.counts["script"] == found.counts["link"] == found.counts["img"] == 0
     assert "url(" not in found.style
@@ -323,18 +269,18 @@ def test_the_page_needs_nothing_from_elsewhere(data: dict[str, Any]) -> None:
 
 
 def test_the_page_shows_it_all(data: dict[str, Any]) -> None:
-    found = _Page.of(page(data, ROOT))
+    found = Page.of(page(data, ROOT))
     assert len([row for row in found.rows if row[0].startswith("models/attention.py:7")]) == 2
     for text in (reported_data.ODD, "33%", "layers.0 … layers.1", "GB0025", "Do not call it."):
         assert text in found.text
     for text in ("models/my model.py:12", "output['x'] of Model", "size mismatch", "copied: k"):
         assert text in found.text
     assert " new" not in found.text
-    assert "· 0 new" in _Page.of(page(data, ROOT, new=())).text
+    assert "· 0 new" in Page.of(page(data, ROOT, new=())).text
 
 
 def test_a_page_without_anything_is_a_page() -> None:
-    found = _Page.of(page(merged([]), ROOT))
+    found = Page.of(page(merged([]), ROOT))
     assert "0 attention site(s)" in found.text
 
 
