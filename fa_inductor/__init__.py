@@ -21,6 +21,7 @@ _LAZY = {
     "explain": "explaining",
     "Report": "report",
     "collecting": "report",
+    "probe": "probing.probe",
 }
 
 __all__ = ["AttentionSpec", "Config", "FaInductorError", "__version__", *_LAZY]

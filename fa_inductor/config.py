@@ -12,6 +12,7 @@ from .errors import OptionError, nearest
 PREFIX = "fa."
 DEFAULT_KERNELS = ("fa4", "cudnn")
 FALLBACK_POLICIES = ("ignore", "warn", "error")
+ASSUMED_MASKS = ("causal", "full")
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,17 @@ class Config:
         kept where it was faster.
     on_fallback: what to do when a site is left to PyTorch: "ignore", "warn" (one log line a
         compile) or "error" (`FallbackError`).
+    assume_mask: what you promise of every mask that is not learned and not understood: "causal"
+        (those of as many queries as keys: query i sees keys j <= i) or "full" (hides nothing).
+        It is then not handed to a kernel, but asserted on its device, once for each mask and
+        call, with nothing waiting for it: on CUDA a broken promise is a device-side assertion.
     mode: an Inductor mode ("reduce-overhead", "max-autotune", ...), because `torch.compile`
         refuses its own `mode=` beside `options=`.
     """
 
     kernels: tuple[str, ...] = DEFAULT_KERNELS
     on_fallback: str = "warn"
+    assume_mask: str | None = None
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -45,6 +51,11 @@ class Config:
             raise OptionError(
                 f"fa.on_fallback={self.on_fallback!r}: expected one of {FALLBACK_POLICIES}."
                 + nearest(str(self.on_fallback), FALLBACK_POLICIES)
+            )
+        if self.assume_mask not in (None, *ASSUMED_MASKS):
+            raise OptionError(
+                f"fa.assume_mask={self.assume_mask!r}: expected one of {ASSUMED_MASKS} or None."
+                + nearest(str(self.assume_mask), ASSUMED_MASKS)
             )
         if self.mode is not None and not isinstance(self.mode, str):
             raise OptionError(f"fa.mode={self.mode!r}: expected the name of an Inductor mode.")

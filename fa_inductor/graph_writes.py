@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,35 @@ def written_storages(graph: fx.Graph) -> set[int]:
     return {
         storage for node in graph.nodes for value in written_to(node) for storage in storages(value)
     }
+
+
+def changing_storages(graph: fx.Graph) -> set[int]:
+    """`written_storages`, less the memory that is only written to while it is made: by methods
+    such as `masked_fill_`, each of which alone reads what the one before it left."""
+    writers: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for value in written_to(node):
+            for storage in storages(value):
+                writers.setdefault(storage, []).append(node)
+    return {storage for storage, nodes in writers.items() if not _is_making(nodes, storage)}
+
+
+def _is_making(writers: Sequence[fx.Node], storage: int) -> bool:
+    before = writers[0].args[0] if writers[0].args else None
+    if not isinstance(before, fx.Node) or before.op not in ("call_function", "call_method"):
+        return False
+    if any(storage in storages(each) for each in before.all_input_nodes):
+        return False  # a view
+    for writer in writers:
+        reads = writer.op == "call_method" and writer.args[0] is before
+        if (
+            not reads
+            or set(before.users) != {writer}
+            or before in (*writer.args[1:], *writer.kwargs.values())
+        ):
+            return False
+        before = writer
+    return True
 
 
 def storages(value: Any) -> Iterator[int]:

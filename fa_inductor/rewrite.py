@@ -68,7 +68,7 @@ def rewrite(
     Returns the sites in program order. A graph that was seen before yields nothing new.
     """
     decisions: dict[fx.Node, _Decision] = {}
-    scoped = scopes(root)
+    scoped = scopes(root, config.assume_mask)
     for module, scope in scoped:
         _find(module, scope, config, target, decisions)
     records = [decisions[node].record for node in program_order(root) if node in decisions]

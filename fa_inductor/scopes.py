@@ -64,7 +64,9 @@ class _Call:
     blocked: str | None
 
 
-def scopes(root: fx.GraphModule) -> list[tuple[fx.GraphModule, Scope]]:
+def scopes(
+    root: fx.GraphModule, assumed_mask: str | None = None
+) -> list[tuple[fx.GraphModule, Scope]]:
     """Every graph reachable from `root`, outermost first, with its `Scope`."""
     found: list[tuple[fx.GraphModule, Scope]] = []
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -78,7 +80,7 @@ def scopes(root: fx.GraphModule) -> list[tuple[fx.GraphModule, Scope]]:
         flags = dict(_sdp_states(module.graph, entries[0].flags))
         restrictions = {node: state.restriction for node, state in flags.items()}
         handed_in.update(_by_placeholder(module, entries))
-        found.append((module, Scope(restrictions, blocked, deterministic, handed_in)))
+        found.append((module, Scope(restrictions, blocked, deterministic, handed_in, assumed_mask)))
         for node, body, operands in _bodies(module):
             call = _Call(_name(node), operands, flags[node], blocked)
             calls.setdefault(body, []).append(call)

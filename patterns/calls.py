@@ -169,6 +169,8 @@ def describe_call(node: fx.Node) -> str:
     """What a node does, in a word."""
     if node.op == "output":
         return "the graph's output"
+    if node.target is getattr:
+        return str(node.args[1])
     return str(node.target) if isinstance(node.target, str) else _function_name(node.target)
 
 

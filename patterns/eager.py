@@ -26,7 +26,9 @@ from .. import symbolic
 from ..graph_writes import storages, written_storages, written_to
 from ..spec import AttentionSpec
 from ..support_row import dtype_name
+from .assumed import Assumed
 from .calls import Symbol, describe_call
+from .contiguous import order_that_is_read
 from .eager_examples import counterexamples, examples
 from .family import Emitter, NotUnderstood, Scope, Site, example_of, tensor_objection
 from .masked import VisibleMask, emit_masked, takes_formula
@@ -34,7 +36,7 @@ from .operands import Found, Leading, Operand, emit_all, fitted, objection, simp
 from .packed import Packed, packed_source
 from .products import Product, values_product
 from .repeat_kv import passes_gradients
-from .score_band import band_of_steps, visible_steps, without_idle, words_of_steps
+from .score_band import assumed_steps, band_of_steps, visible_steps, without_idle, words_of_steps
 from .score_bias import Bias, bias_of
 from .score_steps import NotAttention, Scaled, Step, Unclear
 from .scores import Scores, scores_of
@@ -63,6 +65,7 @@ class _Details:
     bias: Bias | None
     visible: VisibleMask | None
     sink: fx.Node | None
+    assumed: Assumed | None
     out_order: str
     order: tuple[int, ...]
     passed: tuple[fx.Node, ...]
@@ -110,13 +113,18 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
     operands = fitted(q, k, v, heads, found, node)
     scale, softcap = _scale(scores, by_query * by_key)
     full = (*heads, *shape[-2:])
-    band = band_of_steps(scores.steps, full, scope) or _NO_BAND
+    band = band_of_steps(scores.steps, full, scope)
+    assumed = None
+    if band is None:
+        assumed = assumed_steps(scores.steps, full, scope)
+        band = _NO_BAND if assumed is None else assumed.band
     steps = [] if band.words else without_idle(scores.steps, full, scope)
     bias = bias_of(steps, leading, full, out.dtype)
     visible = visible_steps(steps, full, scope)
     _check_gradients(node, scores)
     _check_writes(node, scores, found)
     canonical = out.permute(*_inverse(product.order))
+    read = order_that_is_read(node) if product.order == (0, 1, 2, 3) else None
     described = [operand.spec(out.dtype) for operand in operands]
     spec = AttentionSpec(
         q=described[0],
@@ -144,7 +152,8 @@ def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -
         bias,
         visible,
         scores.sink,
-        _out_order(canonical, leading),
+        assumed,
+        read or _out_order(canonical, leading),
         product.order,
         (*scores.chain, *found.passed),
     )
@@ -237,6 +246,8 @@ def rewrite(site: Site, kernel: str) -> None:
     q, k, v = emit_all(emit, details.operands, spec.dtype)
     for factor in details.symbols:  # as the op's scale each value would be a graph of its own
         q = factor.emit(emit, q)
+    if details.assumed is not None:
+        details.assumed.emit_check(emit, (q, k, v), spec.lengths)
     sink = None
     if details.sink is not None:
         sink = details.sink

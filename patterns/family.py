@@ -24,6 +24,7 @@ class Scope:
     blocked: why nothing in this graph may be rewritten, or None.
     deterministic: whether `torch.use_deterministic_algorithms` is on.
     operands: for each placeholder of a sub-graph, what its calls hand in for it.
+    assumed_mask: what the user promises masks to be (`Config.assume_mask`).
     understood: masks that were looked into before, by node and shape of scores.
     """
 
@@ -31,6 +32,7 @@ class Scope:
     blocked: str | None = None
     deterministic: bool = False
     operands: Mapping[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    assumed_mask: str | None = None
     understood: dict[Any, Any] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .. import graph_writes, symbolic
-from ..kernels import masked
+from ..kernels.variants import MASKED
 from ..masked_problem import QUERY_BLOCK, blocks_in, key_block
 from ..op_memory import lse_dtype
 from ..spec import AttentionSpec, MaskFormula
@@ -63,8 +63,8 @@ def visible_mask(mask: Part, shape: Sequence[Any], scope: Scope) -> VisibleMask 
     """A mask of scores `shape` (B, H, Sq, Sk) as text; None for one that adds something, and for
     one that is written to: the op keeps what it reads for its backward."""
     node, hides, _ = mask
-    written = graph_writes.written_storages(node.graph)
-    if example_of(node).requires_grad or not written.isdisjoint(graph_writes.storages(node)):
+    changing = graph_writes.changing_storages(node.graph)
+    if example_of(node).requires_grad or not changing.isdisjoint(graph_writes.storages(node)):
         return None
     text = text_of(mask, shape, scope)
     if text is None:
@@ -80,7 +80,7 @@ def takes_formula(spec: AttentionSpec, kernel: str) -> bool:
     """Whether `kernel` evaluates the mask of `spec` itself."""
     has_tile = symbolic.is_static(spec.head_dims[0])
     plain = not spec.dropout_p and spec.causal == "none" and spec.window == (None, None)
-    return spec.formula is not None and has_tile and plain and kernel in masked.MODULES
+    return spec.formula is not None and has_tile and plain and kernel in MASKED.modules
 
 
 def emit_masked(
@@ -129,7 +129,7 @@ def _blocks(
     if the mask does not have all sizes that are symbolic."""
     keys = key_block(symbolic.as_int(spec.head_dims[0]))
     shared = mask.shared
-    if _has_sizes(example_of(shared.node), spec.lengths):
+    if has_sizes(example_of(shared.node), spec.lengths):
         node, hides, once = shared.node, shared.hides, shared.once
         owners = [(node, -2), (node, -1)]
     else:
@@ -159,7 +159,7 @@ def _blocks(
     return made
 
 
-def _has_sizes(mask: torch.Tensor, lengths: Sequence[Any]) -> bool:
+def has_sizes(mask: torch.Tensor, lengths: Sequence[Any]) -> bool:
     """Whether the lengths are static, or are those of the mask's last dimensions."""
     own = (1, 1, *mask.shape)[-2:]
     return all(

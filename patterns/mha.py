@@ -12,6 +12,7 @@ from torch import fx
 
 from ..spec import AttentionSpec, TensorSpec, default_scale
 from ..symbolic import Dim
+from .assumed import Assumed, assumed_mask
 from .bias import additive, without_lost_rows
 from .family import (
     Emitter,
@@ -25,6 +26,7 @@ from .family import (
     tensor_objection,
 )
 from .mha_examples import counterexamples, examples
+from .visible import Band, band_of_all
 
 __all__ = ["ANCHORS", "NAME", "counterexamples", "examples", "match", "rewrite"]
 
@@ -72,6 +74,7 @@ class _Details:
     heads: int
     embed_dim: int
     masks: tuple[str, ...]  # the arguments that mask, where the op has to
+    assumed: Assumed | None
 
 
 def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
@@ -91,8 +94,11 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         return NotUnderstood(node, f"nn.MultiheadAttention: {objection}")
     heads, embed_dim = arguments["num_heads"], arguments["embed_dim_to_check"]
     is_causal, masks = _masks(arguments)
-    details = _Details(arguments, heads, embed_dim, masks)
     out = example_of(node)[0]
+    band, assumed = _band(arguments, masks, scope)
+    if band is not None:
+        masks = ()
+    details = _Details(arguments, heads, embed_dim, masks, assumed)
     packed = _packing(arguments)
     spec = AttentionSpec(
         *(
@@ -100,9 +106,11 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
             for name, width in zip(("query", "key", "value"), packed, strict=True)
         ),
         dtype=out.dtype,
-        causal="top_left" if is_causal else "none",
+        causal="top_left" if is_causal else "none" if band is None else band.causal,
         scale=default_scale(embed_dim // heads),
         mask=" and ".join(describe(name, arguments[name]) for name in masks) or None,
+        proven=None if band is None else band.words,
+        window=(None, None) if band is None else band.window,
         bias=_bias(details),
         bias_needs_grad=any(example_of(arguments[name]).requires_grad for name in masks),
         # A symbol is guarded to be what it is, as in the `sdpa` family.
@@ -121,6 +129,8 @@ def rewrite(site: Site, kernel: str) -> None:
     arguments = details.arguments
     q, k, v = (emit.call("permute", t, 1, 2, 0, 3) for t in _project(emit, details))
     bias = None
+    if details.assumed is not None:
+        details.assumed.emit_check(emit, (q, k, v), site.spec.lengths)
     if details.masks:
         bias, q = _emit_bias(emit, details, site.spec.dtype, q)
     scale = site.spec.scale
@@ -173,6 +183,25 @@ def _masks(arguments: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
     if promised and arguments["key_padding_mask"] is None:
         return True, ()
     return False, given
+
+
+def _band(
+    arguments: dict[str, Any], masks: tuple[str, ...], scope: Scope
+) -> tuple[Band | None, Assumed | None]:
+    """What the mask (Sq, Sk) is proven, or else promised, to be, where it is the only one."""
+    if masks != ("attn_mask",) or arguments["need_weights"]:
+        return None, None
+    mask = arguments["attn_mask"]
+    if example_of(mask).dim() != 2:
+        return None, None
+    queries, keys = (example_of(arguments[name]).shape for name in ("query", "key"))
+    scores = (queries[1], arguments["num_heads"], queries[0], keys[0])
+    parts = [(mask, example_of(mask).dtype == torch.bool, False)]
+    band = band_of_all(parts, scores, scope)
+    if band is not None:
+        return band, None
+    assumed = assumed_mask(parts, scores, scope)
+    return (None, None) if assumed is None else (assumed.band, assumed)
 
 
 def _bias(details: _Details) -> TensorSpec | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import symbolic
+from .assumed import Assumed, assumed_mask
 from .family import Scope, example_of
 from .masked import VisibleMask, visible_mask
 from .score_steps import Replaced, Scaled, Step
@@ -20,6 +21,12 @@ def band_of_steps(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> 
     None where something else is done, or nothing."""
     masks = _masks(steps)
     return band_of_all(masks, shape, scope) if masks else None
+
+
+def assumed_steps(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> Assumed | None:
+    """What the user promised the masks to be that are all that is done to scores; or None."""
+    masks = _masks(steps)
+    return assumed_mask(masks, shape, scope) if masks else None
 
 
 def words_of_steps(steps: Sequence[Step], shape: Sequence[Any], scope: Scope) -> str | None:

@@ -12,7 +12,9 @@ from torch import fx
 
 from .. import symbolic
 from ..spec import AttentionSpec, TensorSpec, default_scale
+from .assumed import Assumed, assumed_mask
 from .bias import bias_spec, emit_bias
+from .contiguous import order_that_is_read, uncopied
 from .family import (
     Emitter,
     Example,
@@ -65,6 +67,7 @@ class _Call:
     scale: Any
     mask: fx.Node | None
     visible: VisibleMask | None
+    assumed: Assumed | None = None
 
 
 def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
@@ -76,7 +79,7 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     objection = _objection(node, arguments)
     if objection:
         return NotUnderstood(node, objection)
-    tensors = tuple(arguments[name] for name in ("query", "key", "value"))
+    tensors = tuple(uncopied(arguments[name], node) for name in ("query", "key", "value"))
     examples = tuple(example_of(tensor) for tensor in tensors)
     out = example_of(node)
     enable_gqa = arguments["enable_gqa"]
@@ -92,10 +95,14 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
     if scale is None and symbolic.is_static(q.shape[3]):
         scale = default_scale(symbolic.as_int(q.shape[3]))
     mask = arguments["attn_mask"]
+    assumed = None
     causal, window, proven = "top_left" if arguments["is_causal"] else "none", (None, None), None
     scores = (*out.shape[:3], k.shape[2])
     if mask is not None and not arguments["is_causal"]:
         band = band_of(mask, scores, scope)
+        if band is None:
+            assumed = assumed_mask([(mask, False, False)], scores, scope)
+            band = assumed and assumed.band
         if band is not None:
             causal, window, proven, mask = band.causal, band.window, band.words, None
     bias = None if mask is None else bias_spec(example_of(mask), scores)
@@ -120,9 +127,11 @@ def match(node: fx.Node, scope: Scope) -> Union[Site, NotUnderstood, None]:
         deterministic=scope.deterministic,
         sdp_backends=scope.sdp_backends.get(node),
     )
+    # Left alone, a site keeps its mask and its repeated heads: core was not measured with those.
+    is_core = proven is None and enable_gqa == arguments["enable_gqa"]
     given = arguments["scale"]
     scale = given if isinstance(given, fx.Node) else scale
-    return Site(node, spec, _Call(tensors, expand, scale, mask, visible))
+    return Site(node, spec, _Call(tensors, expand, scale, mask, visible, assumed), is_core=is_core)
 
 
 def _mask_in_words(mask: fx.Node, scores: Sequence[Any], scope: Scope) -> str:
@@ -144,8 +153,10 @@ def rewrite(site: Site, kernel: str) -> None:
         tensors.append(tensor)
     out = example_of(site.node)
     dims = [dim for dim in symbolic.dimension_order(out.shape, out.stride()) if dim != 3]
-    order = "".join("BHS"[dim] for dim in dims) + "D"
+    order = order_that_is_read(site.node) or "".join("BHS"[dim] for dim in dims) + "D"
     layout = (call.scale, order, kernel)
+    if call.assumed is not None:
+        call.assumed.emit_check(emit, tensors, site.spec.lengths)
     packed = _packed(call, site.spec, tensors)
     if packed is not None:
         emit.finish(emit.packed_attention(packed, site.spec, *layout))

@@ -71,9 +71,10 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = func(*args, **(kwargs or {}))
-        if isinstance(value, Tensor) and id(value) not in self.nodes:
+        name = getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__")
+        if isinstance(value, Tensor) and (writes or id(value) not in self.nodes):
             given, named = tree_map(self._node, (args, kwargs or {}))
-            name = getattr(func, "__name__", "")
             if not hasattr(func, "__objclass__") and not func.__qualname__.startswith("Tensor"):
                 node = self.graph.call_function(func, given, named)
             elif hasattr(operator, name) and name.startswith("__"):
@@ -108,11 +109,16 @@ class Builder:
         return made if draw.random() < 0.7 else self.as_float(made)
 
     def as_float(self, mask: Any) -> Any:
-        kind = self.draw.randrange(3)
+        kind = self.draw.randrange(5)
         if kind == 0:
             return torch.where(mask, 0.0, float("-inf"))
         zeros = torch.zeros(self.shape)
         if kind == 1:
+            return zeros.masked_fill_(torch.logical_not(mask), float("-inf"))
+        if kind == 2:
+            zeros = zeros.masked_fill_(torch.logical_not(mask), float("-inf"))
+            return zeros.masked_fill_(self.term(), 0.0)
+        if kind == 3:
             return zeros.masked_fill(torch.logical_not(mask), float("-inf"))
         return torch.full(self.shape, float("-inf")).masked_fill(mask, 0)
 
@@ -200,6 +206,8 @@ class Builder:
             ones = torch.ones(self.shape[2:]).tril(diagonal)[None, None]
             return draw.choice((ones == 1, ones == 0, ones != 0, ones > 0, ones.bool(), ones < 1))
         made = whole.tril(diagonal) if draw.random() < 0.6 else torch.triu(whole, diagonal)
+        if draw.random() < 0.2:
+            made = made.logical_not_()
         return made[None, None]
 
     def padded(self) -> Any:

@@ -161,6 +161,36 @@ def test_causal_from_a_length(split: Split) -> None:
     assert graphs[-1] == 0
 
 
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_broadcast_bias_stays_small(
+    training: bool, concrete_calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ST-12: a float mask (1, 1, 1, S) is never made (B, H, S, S), and no length is refused for
+    its alignment: at 64 divisible by 8, at 51 and 50 not, in one dynamic graph."""
+    sizes: list[torch.Size] = []
+    forward = reference.forward
+
+    def noted(problem: Problem, inputs: Inputs, *others: Any) -> None:
+        assert inputs.bias is not None
+        sizes.append(inputs.bias.shape)
+        forward(problem, inputs, *others)
+
+    monkeypatch.setattr(reference, "forward", noted)
+    compiled = compile_quick(lambda q, k, v, mask: attend(q, k, v, mask), dynamic=True)
+    for length in (64, 51, 50):
+        operands = [torch.randn(1, 3, length, 16).requires_grad_(training) for _ in range(3)]
+        mask = torch.randn(1, 1, 1, length)
+        with poisoned():
+            out, report = run_reported(compiled, *operands, mask)
+        expected = attend(*operands, mask)
+        torch.testing.assert_close(out, expected, **TOLERANCE)
+        assert len(report.graphs) == (1 if length == 64 else 0)
+        if training:
+            ours, theirs = (torch.autograd.grad(each.sum(), operands) for each in (out, expected))
+            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    assert sizes == [torch.Size((1, 1, 1, length)) for length in (64, 51, 50)]
+
+
 @pytest.mark.parametrize("dynamic", [(), (2,)], ids=["seen to change", "marked"])
 @SPLITS
 def test_lengths_that_change_stay_on_the_kernel(

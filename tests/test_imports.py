@@ -41,8 +41,8 @@ ORDER = (
     ("op_calls",),
     ("op_autograd",),
     ("ops",),
-    ("varlen_checks", "masked_checks"),
-    ("varlen_calls", "masked_calls"),
+    ("variant_calls", "varlen_checks", "masked_checks"),
+    ("variant_ops", "varlen_calls", "masked_calls"),
     ("varlen_ops", "packed_ops", "masked_ops", "mask_blocks"),
     ("substitutes",),
     ("guards",),
@@ -55,14 +55,24 @@ ORDER = (
     ("report",),
     ("compile_pass", "fingerprint"),
     ("explaining", "backend"),
-    ("doctor", "matrix", "demo", "pytest_plugin"),
+    ("doctor", "matrix", "demo", "probing", "pytest_plugin"),
     ("cli",),
     ("__main__",),
 )
 INSIDE = {
+    "probing": (
+        ("__init__",),
+        ("poison", "oracle", "cells", "data"),
+        ("subjects", "launches"),
+        ("ways", "controls"),
+        ("judging",),
+        ("results",),
+        ("probe",),
+        ("console",),
+    ),
     "kernels": (
         ("__init__",),
-        ("reference", "varlen", "masked", "fa4_launch", "cudnn_graph"),
+        ("reference", "variants", "fa4_launch", "cudnn_graph"),
         ("fa4", "cudnn", "reference_varlen", "reference_masked"),
         ("fa4_varlen", "fa4_masked"),
     ),
@@ -85,10 +95,12 @@ INSIDE = {
         ("bias", "packed", "visible", "mha_examples", "eager_examples", "calls"),
         ("views", "writes"),
         ("products", "repeat_kv"),
+        ("contiguous",),
         ("lineage",),
         ("score_steps",),
         ("scores", "operands"),
         ("masked",),
+        ("assumed",),
         ("score_bias", "score_band"),
         ("sdpa", "mha", "op_call", "eager"),
         ("__init__",),
@@ -100,6 +112,7 @@ FOLDERS = {
     "": PACKAGE,
     "kernels": PACKAGE / "kernels",
     "masks": PACKAGE / "masks",
+    "probing": PACKAGE / "probing",
     "reporting": PACKAGE / "reporting",
     "patterns": Path(patterns.__file__).parent,
 }
@@ -177,6 +190,13 @@ def _imported(source: str) -> Iterator[tuple[str, ...]]:
         for name in names:
             if name[0] == "fa_inductor":
                 yield tuple(name[1:])
+
+
+def test_the_order_is_the_one_that_is_told() -> None:
+    told = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    order = told[told.index("`errors,") + 1 : told.index("-> __main__`") + len("-> __main__")]
+    groups = [[name.strip() for name in group.split(",")] for group in order.split("->")]
+    assert groups == [list(group) for group in ORDER]
 
 
 def _rank(order: tuple[tuple[str, ...], ...], name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_a_mask_that_is_written_to_is_left() -> None:
         return attend(q, k, v, mask)
 
     assert band_of(planned(fn, *qkv())) == [None]
+
+
+def test_a_mask_that_is_written_while_it_is_made() -> None:
+    """As `nn.MultiheadAttention` turns a bool mask into a float one; what looked at the memory
+    before, through a view even, would see something else."""
+
+    def made(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        hidden = torch.zeros(12, 12, dtype=torch.bool).logical_not_().triu_(1)
+        return attend(q, k, v, torch.zeros(12, 12, dtype=q.dtype).masked_fill_(hidden, -math.inf))
+
+    def seen_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        zeros = torch.zeros(12, 12, dtype=q.dtype)
+        view = zeros[None]
+        zeros.masked_fill_(torch.ones(12, 12, dtype=torch.bool).triu(1), -math.inf)
+        return attend(q, k, v, view)
+
+    def written_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = torch.zeros(12, 12, dtype=q.dtype)
+        mask.masked_fill_(torch.ones(12, 12, dtype=torch.bool).triu(1), -math.inf)
+        mask.fill_(0)
+        return attend(q, k, v, mask)
+
+    assert band_of(planned(made, *qkv())) == [("top_left", (None, None))]
+    for fn in (seen_before, written_twice):
+        assert band_of(planned(fn, *qkv())) == [None]
 
 
 def test_documents_counted_from_plain_positions_are_one() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from comparison import TOLERANCE, Outcome, compare_with_eager, leaves, run_poisoned
+from fa_inductor import explain, times
 from helpers import compile_quick, compile_reference, kernels_of, relative_error
 from poison import poisoned
 
@@ -253,3 +254,26 @@ def test_garbage_in_masked_slots(queries: int) -> None:
             pattern = attend(*inputs).isnan()
         out, _ = run_poisoned(compile_quick(attend), inputs)
         assert torch.equal(out.isnan(), pattern)
+
+
+@pytest.mark.parametrize("way", ["proven", "repeated heads", "plain"])
+def test_what_core_was_not_measured_with_is_not_left_to_it(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast core is without a mask: left alone, a site would keep its dense one, though it
+    is proven to be causal, and so it would its repeated heads."""
+    times_of = dict.fromkeys(("fa4", "cudnn"), 20.0) | {"core": 10.0}
+    monkeypatch.setattr(times, "of", lambda spec, target: times_of)
+
+    def fn(x: Tensor) -> Tensor:
+        place = torch.arange(64)
+        if way == "proven":
+            return attend(x, x, x, place <= place[:, None])
+        shared = x[:, :2].repeat_interleave(2, 1) if way == "repeated heads" else x
+        return F.scaled_dot_product_attention(x, shared, shared, is_causal=True)
+
+    report = explain(fn, target="sm_90a")(torch.randn(1, 4, 64, 64, dtype=torch.bfloat16))
+    (site,) = report.sites
+    assert site.spec is not None
+    assert site.spec.causal == "top_left"
+    assert site.kernel == ("core" if way == "plain" else "fa4")

@@ -31,7 +31,8 @@ class Interpreter:
     """Of one graph, at the places of one space.
 
     operands: what the calls of a sub-graph hand in for its placeholders. Nodes whose memory is
-        written to anywhere in the graph are never looked into.
+        written to anywhere in the graph are never looked into, but for memory that was only
+        written to while it was made.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Interpreter:
         operands: Mapping[fx.Node, Sequence[Any]] | None = None,
     ) -> None:
         self.space, self._operands = space, operands or {}
-        self._written = graph_writes.written_storages(graph)
+        self._changing = graph_writes.changing_storages(graph)
         self._known: dict[tuple[fx.Node, Index], Expr] = {}
         self._callers: dict[fx.Graph, Interpreter] = {}
 
@@ -59,8 +60,8 @@ class Interpreter:
             self._known[key] = self._computed(node, tensor, index)
         return self._known[key]
 
-    def is_written(self, node: fx.Node) -> bool:
-        return not self._written.isdisjoint(graph_writes.storages(node))
+    def is_changing(self, node: fx.Node) -> bool:
+        return not self._changing.isdisjoint(graph_writes.storages(node))
 
     def _scalar(self, value: Any) -> Expr:
         if isinstance(value, (int, float, bool, torch.SymInt)):
@@ -73,7 +74,7 @@ class Interpreter:
             for each, size in zip(index, tensor.shape, strict=True)
         )
         read = ex.Read(node, index, tensor.dtype)
-        if self.is_written(node):
+        if self.is_changing(node):
             return read
         if node in self._operands:
             return self._handed_in(self._operands[node], index) or read
@@ -136,6 +137,8 @@ def _rounded(expr: Expr, dtype: torch.dtype) -> Expr:
 
 Handler = Callable[[Interpreter, fx.Node, Index], Expr]
 _HANDLERS: dict[str, Handler] = {}
+# Methods that write what their namesake without "_" gives, in the dtype that is there.
+_IN_PLACE = ("masked_fill_", "tril_", "triu_", "logical_and_", "logical_or_", "logical_not_")
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
@@ -150,7 +153,8 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 def _handler(node: fx.Node) -> Handler | None:
     if node.op == "call_method":
-        return _HANDLERS.get(str(node.target))
+        name = str(node.target)
+        return _HANDLERS.get(name.removesuffix("_") if name in _IN_PLACE else name)
     if node.op != "call_function":
         return None
     target = node.target

@@ -144,7 +144,7 @@ def meant(parts: Sequence[Part], interpreter: Interpreter) -> Mask | None:
     is_soft, is_uniform = any(map(math.isfinite, hidden)), len(parts) == len(hidden) == 1
     found = dataclasses.replace(found, is_soft=is_soft, is_uniform=is_uniform)
     reads = [read.node for term in found.rest for read in ex.reads_of(term)]
-    if any(map(interpreter.is_written, reads)):  # it may have been another when it was read
+    if any(map(interpreter.is_changing, reads)):  # it may have been another when it was read
         return None
     return found if all(map(_is_writable, found.rest)) and found.dense_reads <= 1 else None
 

@@ -83,9 +83,6 @@ def _training_bound(model: torch.nn.Module) -> float:
 @pytest.mark.parametrize("masked", [False, True])
 def test_training_step_of_a_packed_projection(kernel: str, masked: bool) -> None:
     """No copy of q, k, v; with a mask of (B, 1, 1, S) no copy of the size of its scores."""
-    if masked and kernel == "fa4":
-        _check_fa4_names_the_mask()
-        return
     torch.manual_seed(0)
     model = Packed().to("cuda", torch.bfloat16)
     x = torch.randn(B, S, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -110,20 +107,6 @@ def test_training_step_of_a_packed_projection(kernel: str, masked: bool) -> None
     assert peak <= bound
     assert peak >= 6 * ONE  # what the bound was made from is really there
     assert bound < B * H * S * S  # a mask of the scores' size would show
-
-
-def _check_fa4_names_the_mask() -> None:
-    q = torch.randn(B, H, 128, D, device="cuda", dtype=torch.bfloat16)
-    mask = torch.ones(B, 1, 1, 128, device="cuda", dtype=torch.bool)
-    options = {"fa.kernels": ("fa4",), "fa.on_fallback": "ignore"}
-    compiled = torch.compile(
-        lambda q, mask: F.scaled_dot_product_attention(q, q, q, attn_mask=mask),
-        backend="fa_inductor",
-        options=options,
-    )
-    _, report = run_reported(compiled, q, mask)
-    assert kernels_of(report) == [None]
-    assert "attn_mask bool" in report.sites[0].reason_texts[0]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -186,3 +169,43 @@ def test_grouped_keys_are_not_expanded(kernel: str) -> None:
     bound = ONE + ONE + 2 * small + 2 * ONE + inside + 3 * lse + SLACK
     print(f"{kernel} training: peak {peak / ONE:.2f} q, bound {bound / ONE:.2f} q")
     assert peak <= bound
+
+
+def test_a_broadcast_bias_of_lengths_that_vary() -> None:
+    """ST-12: no length is refused for the mask's alignment, and the mask stays O(S)."""
+    heads, width = 24, 128
+    compiled = torch.compile(
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask),
+        backend="fa_inductor",
+        fullgraph=True,
+        options={"fa.on_fallback": "error"},
+    )
+    for length in (6144, 6102, 6101):
+        q, k, v, grad = (
+            torch.randn(1, length, heads, width, device="cuda", dtype=torch.bfloat16)
+            for _ in range(4)
+        )
+        q, k, v, grad = (tensor.transpose(1, 2) for tensor in (q, k, v, grad))
+        mask = torch.randn(1, 1, 1, length, device="cuda", dtype=torch.bfloat16)
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        for tensor, dim in ((leaves[0], 2), (leaves[1], 2), (leaves[2], 2), (mask, 3)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        poison_cuda_free_memory(0.2)
+        out, report = run_reported(compiled, *leaves, mask)
+        assert kernels_of(report) in (["cudnn"], [])
+        rows = [0, 1, length // 2, length - 1]
+        scores = q[:, :, rows].float() @ k.float().mT * width**-0.5 + mask.float()
+        assert relative_error(out[:, :, rows], scores.softmax(-1) @ v.float()) < 8e-3
+        del scores, out
+
+        def step(
+            leaves: Sequence[Tensor] = leaves, mask: Tensor = mask, grad: Tensor = grad
+        ) -> Any:
+            return torch.autograd.grad(compiled(*leaves, mask), leaves, grad)
+
+        gradients = step()
+        assert all(torch.isfinite(each).all() for each in gradients)
+        del gradients
+        tensors = 4 * q.numel() * 2  # the output and three gradients, which no mask changes
+        inside = 3 * q.numel() * 4  # cuDNN's own gradients, in float32
+        assert _peak(step) - tensors - inside < heads * length * length * 2 / 10
