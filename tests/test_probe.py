@@ -77,6 +77,30 @@ def test_a_wrong_number_is_wrong() -> None:
         result.assert_right()
 
 
+def test_attention_by_hand_is_no_missing_launch() -> None:
+    """Products and a softmax are right too, where nobody promised a kernel."""
+    result = fa_inductor.probe(
+        by_hand, lengths=[64], ways=["compiled"], passes=["fwd"], backend="inductor"
+    )
+    assert [(each.verdict, each.launched) for each in result.outcomes] == [("ok", 0)]
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    place = torch.arange(q.shape[2], device=q.device)
+    scores = torch.where(place <= place[:, None], q @ k.mT * q.shape[3] ** -0.5, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def test_a_probe_that_tries_nothing_is_not_right() -> None:
+    """A kernel that cannot run here: every cell is left out, and that is said."""
+    result = fa_inductor.probe("fa4", lengths=[64], ways=["compiled"], passes=["fwd"])
+    assert [outcome.verdict for outcome in result.outcomes] == ["not applicable"]
+    assert not result.is_right
+    with pytest.raises(ProbeError, match="fa4"):
+        result.assert_right()
+
+
 def test_the_oracle_is_attention() -> None:
     """Against attention with all scores at once, outputs and gradients."""
     drawn = draw("normal", 70, SETTING.sizes, SETTING.device, torch.float32, 0)

@@ -25,7 +25,7 @@ def run(
     causal: bool,
     output: Path | None,
 ) -> int:
-    """Probe each function; the exit status, 1 if a cell is bad."""
+    """Probe each function; the exit status, 1 if a cell is bad or if none could be tried."""
     console, is_bad = Console(), False
     chosen: dict[str, Any] = {
         "lengths": None if lengths is None else [int(each) for each in lengths.split(",")],
@@ -43,7 +43,7 @@ def run(
         console.print(result)
         if output is not None:
             _write(result, output, console)
-        is_bad |= bool(result.bad)
+        is_bad |= not result.is_right
     return int(is_bad)
 
 

@@ -28,12 +28,14 @@ _HELPERS = frozenset(("fa_inductor::mask_blocks",))
 class Graphs:
     """The graphs that Dynamo captured for one function.
 
-    attentions: in all of them. nodes: what they call, for people. faults: opaque ops whose
+    attentions: calls of them in all graphs. written_out: attentions that are not called, but
+    written by hand. nodes: what they call, for people. faults: opaque ops whose
     result is not laid out as they promise.
     """
 
     count: int = 0
     attentions: int = 0
+    written_out: int = 0
     opaque: set[str] = field(default_factory=set)
     nodes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -50,7 +52,10 @@ def watched_backend(
         graphs.count += 1
         graphs.opaque.update(opaque)
         own = [name for name in opaque if name.startswith("fa_inductor::")]
-        sites = rewrite(gm, Config(kernels=("reference",)), apply=False)
+        # Attention written by hand may well be left to products and a softmax.
+        found = rewrite(gm, Config(kernels=("reference",)), apply=False)
+        sites = [site for site in found if site.family != "eager"]
+        graphs.written_out += len(found) - len(sites)
         graphs.attentions += len(sites) + len(opaque) - min(len(own), len(sites))
         graphs.nodes += [
             getattr(node.target, "__name__", str(node.target))

@@ -81,8 +81,7 @@ def sample(
     q, k, v = tensors
     rows = _places(q.shape[2], count, seed).to(q.device)
     out = torch.zeros(*q.shape[:2], len(rows), v.shape[3], dtype=torch.float64, device=q.device)
-    dq = None if grad_out is None else torch.zeros_like(out[..., :1]).expand_as(q[:, :, rows])
-    dq = None if dq is None else dq.clone()
+    dq = torch.zeros(*q.shape[:2], len(rows), q.shape[3], dtype=torch.float64, device=q.device)
     noise = torch.zeros_like(out[..., 0])
     group = q.shape[1] // k.shape[1]
     for b in range(q.shape[0]):
@@ -91,7 +90,7 @@ def sample(
             keys, values = k[b, h // group].double(), v[b, h // group].double()
             weights = _weights(q[b, h, rows].double() @ keys.mT * attention.scale, hidden)
             out[b, h] = weights @ values
-            if grad_out is not None and dq is not None:
+            if grad_out is not None:
                 grad = grad_out[b, h, rows].double()
                 delta = (grad * out[b, h]).sum(-1, keepdim=True)
                 terms = weights * (grad @ values.mT - delta) * attention.scale

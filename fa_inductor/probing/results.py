@@ -34,6 +34,11 @@ class ProbeResult:
         """The cells that are neither right nor left out."""
         return [outcome for outcome in self.outcomes if outcome.is_bad]
 
+    @property
+    def is_right(self) -> bool:
+        """Whether cells were tried, and none is bad."""
+        return not self.bad and any(outcome.verdict == "ok" for outcome in self.outcomes)
+
     def summary(self) -> str:
         """`fa4 on NVIDIA H200: 176 cells, 176 ok`"""
         counts = Counter(outcome.verdict for outcome in self.outcomes)
@@ -42,11 +47,12 @@ class ProbeResult:
         return f"{self.subject.name} on {self.machine}: {cells}"
 
     def assert_right(self) -> None:
-        """Raise `ProbeError`, listing every bad cell, if there is one."""
+        """Raise `ProbeError`, listing every bad cell, if there is one, or if none was tried."""
         from ..errors import ProbeError
 
-        if self.bad:
-            lines = [f"  {bad.cell}: {bad.verdict}: {bad.detail}" for bad in self.bad]
+        if not self.is_right:
+            shown = self.bad or self.outcomes[:1]
+            lines = [f"  {each.cell}: {each.verdict}: {each.detail}" for each in shown]
             raise ProbeError(f"{self.summary()}\n" + "\n".join(lines))
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +84,8 @@ class ProbeResult:
             table.add_column(way)
         for length in lengths:
             table.add_row(str(length), *(_text(self._at(length, way)) for way in ways))
-        lines = [Text(f"{bad.cell}: {bad.verdict}: {bad.detail}") for bad in self.bad]
+        shown = self.bad if self.bad or self.is_right else self.outcomes[:1]
+        lines = [Text(f"{each.cell}: {each.verdict}: {each.detail}") for each in shown]
         return Group(table, *lines)
 
     def _axes(self) -> tuple[list[int], list[str]]:
