@@ -41,11 +41,8 @@ def in_range(compiled: Callable[..., Any], sites: Sequence[SiteRecord]) -> Calla
         return compiled
     name = range_name(sites)
 
-    def run(*args: Any) -> Any:
-        if not torch_compat.is_profiled():
-            return compiled(*args)
+    def named(*args: Any) -> Any:
         with torch.profiler.record_function(name):
             return compiled(*args)
 
-    torch_compat.copy_attributes(compiled, run)
-    return run
+    return torch_compat.while_profiled(compiled, named)

@@ -284,15 +284,20 @@ _profiler = torch.autograd.profiler
 adapted(_profiler, "_is_profiler_enabled")
 
 
-def is_profiled() -> bool:
-    """Whether a profiler of PyTorch's runs now, in any thread."""
-    return _profiler._is_profiler_enabled
+def while_profiled(compiled: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that is called as `named` whenever a profiler of PyTorch's runs.
 
+    It has what PyTorch reads off a compiled graph (how to store it, ...), but not what Dynamo finds
+    the innermost function by: Dynamo would take off the wrapper.
+    """
 
-def copy_attributes(compiled: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
-    """Give a wrapper what PyTorch reads off a compiled graph (how to store it, ...), but not what
-    Dynamo finds the innermost function by: it would unwrap the wrapper."""
+    def run(*args: Any) -> Any:
+        if _profiler._is_profiler_enabled:
+            return named(*args)
+        return compiled(*args)
+
     own = ("_torchdynamo_", "__wrapped__")
     for name, value in getattr(compiled, "__dict__", {}).items():
         if not name.startswith(own):
-            setattr(wrapper, name, value)
+            setattr(run, name, value)
+    return run

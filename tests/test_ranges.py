@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fa_inductor
-from fa_inductor import backend, ranges
+from fa_inductor import backend
 from fa_inductor.ranges import in_range, range_name
 from helpers import compile_reference
 
@@ -87,4 +87,3 @@ def test_the_range_keeps_what_pytorch_reads_off_a_graph(monkeypatch: pytest.Monk
     assert kept
     assert kept <= set(vars(outer))
     assert not [name for name in vars(outer) if name.startswith("_torchdynamo")]
-    assert ranges.torch_compat.is_profiled() is False
