@@ -151,12 +151,14 @@ class DynamoWatch:
         known = [i for i, each in enumerate(metrics) if each is self._last]
         fresh = metrics[known[-1] + 1 :] if known else metrics
         self._last = metrics[-1] if metrics else None
-        return [_frame_of(each) for each in fresh if each.is_forward and each.compile_id]
+        # Of a frame that it refused to compile once more, Dynamo does not say which way it goes.
+        return [_frame_of(m) for m in fresh if m.is_forward is not False and m.compile_id]
 
     def new_breaks(self) -> list[Break]:
         """Breaks since the last call, with a graph before them or without."""
         reasons = _break_reasons()
-        fresh = [r for r in reasons if not any(r is old for old in self._seen)]
+        known = {id(old) for old in self._seen}
+        fresh = [reason for reason in reasons if id(reason) not in known]
         self._seen = list(reasons)
         return [(str(each.reason), each.user_stack) for each in fresh]
 
