@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .dynamo_compat import users_function
+from .user_code import StackFrame
 
 # What Dynamo says of a break that it found without an exception: no more than a word.
 _TERSE = {"generic_jump": "Data-dependent branching"}
@@ -16,14 +17,6 @@ _EXPLAINED = {
     "step_unsupported": "A graph break inside try, with or a loop: what follows is left to Python.",
 }
 _ANOTHER = "*** While handling this graph break, another graph break occurred: ***"
-
-
-@dataclass(frozen=True)
-class StackFrame:
-    """One frame of the user's stack: `file:line`, and the function that the line is in."""
-
-    source: str
-    function: str
 
 
 @dataclass(frozen=True)

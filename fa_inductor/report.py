@@ -19,7 +19,8 @@ from . import dynamo_compat
 from .dynamo_compat import Attempt, DynamoWatch
 from .errors import CoverageError, FallbackError
 from .graph_breaks import GraphBreak, understand
-from .rewrite import SiteRecord, source_line
+from .rewrite import SiteRecord
+from .user_code import qualified_function, source_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -129,10 +130,18 @@ class Report:
                     "reasons": {name: list(texts) for name, texts in site.reasons.items()},
                     "copied": dict(site.copied),
                     "notes": list(site.notes),
+                    "stack": [frame.to_json() for frame in site.stack],
                 }
                 for site in self.sites
             ],
-            "graphs": [vars(graph).copy() for graph in self.graphs],
+            "graphs": [
+                {
+                    **vars(graph),
+                    "function": qualified_function(graph.source, graph.function),
+                    "code": source_line(graph.source),
+                }
+                for graph in self.graphs
+            ],
             "graph_breaks": [
                 {
                     "reason": each.reason,
@@ -142,11 +151,13 @@ class Report:
                     "hints": list(each.hints),
                     "gb_id": each.gb_id,
                     "skipped": each.skipped,
-                    "stack": [vars(frame).copy() for frame in each.stack],
+                    "stack": [frame.to_json() for frame in each.stack],
                 }
                 for each in self.graph_breaks
             ],
-            "not_finite": [vars(each).copy() for each in self.not_finite],
+            "not_finite": [
+                {**vars(each), "code": source_line(each.source)} for each in self.not_finite
+            ],
         }
 
     def dumps(self) -> str:
@@ -215,6 +226,8 @@ class _Collector:
             for earlier in self.added.copy():
                 if earlier.attempt is not None and earlier.attempt.of is attempt.of:
                     self._drop(earlier)
+        if broken in self.report.graph_breaks:  # told of when this code was compiled before
+            broken = None
         graph = self.report.add(nodes, sites, broken, attempt.compile_id if attempt else "")
         self.added.append(_Added(attempt, graph, sites, broken))
         self._take_breaks()

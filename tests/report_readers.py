@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from html.parser import HTMLParser
@@ -19,15 +20,25 @@ SARIF_SCHEMA = Path(__file__).parent / "data" / "sarif-2.1.0-rtm.5.json"
 
 def check_report(data: Any) -> None:
     """Raise `jsonschema.ValidationError` unless this is a report."""
-    text = resources.files(fa_inductor).joinpath("data/report.schema.json").read_text()
-    schema = json.loads(text)
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.Draft202012Validator(schema).validate(data)
+    _report_validator().validate(data)
 
 
 def check_sarif(log: Any) -> None:
     """Raise `jsonschema.ValidationError` unless this is SARIF 2.1.0."""
-    jsonschema.Draft4Validator(json.loads(SARIF_SCHEMA.read_text())).validate(log)
+    _sarif_validator().validate(log)
+
+
+@functools.cache
+def _report_validator() -> Any:
+    text = resources.files(fa_inductor).joinpath("data/report.schema.json").read_text()
+    schema = json.loads(text)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@functools.cache
+def _sarif_validator() -> Any:
+    return jsonschema.Draft4Validator(json.loads(SARIF_SCHEMA.read_text()))
 
 
 class Page(HTMLParser):

@@ -7,7 +7,7 @@ from typing import Any
 
 TENSOR = {"shape": [1, 2, "s0", 8], "stride": [16, 8, 8, 1], "dtype": "bfloat16", "device": "cpu"}
 SPEC = {"q": TENSOR, "k": TENSOR, "v": TENSOR, "dtype": "bfloat16", "causal": "none"}
-ODD = "a | b <script>alert(1)</script> `c` *d* [e](f)"
+ODD = "a | b <script>alert(1)</script> `c` *d* [e](f) $g$"
 
 
 def site(root: Path, module: str, **changed: Any) -> dict[str, Any]:
@@ -22,6 +22,10 @@ def site(root: Path, module: str, **changed: Any) -> dict[str, Any]:
         "reasons": {"fa4": [f"mask ({ODD})"]},
         "copied": {},
         "notes": [],
+        "stack": [
+            {"source": f"{root}/models/model.py:5", "function": "Model.forward"},
+            {"source": f"{root}/models/attention.py:7", "function": "Attention.forward"},
+        ],
         **changed,
     }
 
@@ -31,8 +35,9 @@ def graph(root: Path, number: int, recompiled: str | None) -> dict[str, Any]:
         "nodes": 5,
         "sites": 2,
         "compile_id": f"0/{number}",
-        "function": "forward",
+        "function": "Model.forward",
         "source": f"{root}/models/model.py:3",
+        "code": "def forward(self, x):",
         "recompiled": recompiled,
     }
 
@@ -64,6 +69,11 @@ def report(root: Path) -> dict[str, Any]:
             }
         ],
         "not_finite": [
-            {"function": "Model", "source": f"{root}/models/model.py:3", "output": "output['x']"}
+            {
+                "function": "Model",
+                "source": f"{root}/models/model.py:3",
+                "code": "def forward(self, x):",
+                "output": "output['x']",
+            }
         ],
     }

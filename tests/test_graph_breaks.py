@@ -14,7 +14,9 @@ from torch import Tensor, fx
 import fa_inductor
 from fa_inductor import Report, collecting, dynamo_compat
 from fa_inductor.errors import FallbackError
+from fa_inductor.explaining import planning_backend
 from fa_inductor.graph_breaks import GraphBreak, understand
+from fa_inductor.user_code import qualified_function
 from helpers import compile_quick
 
 IDS = {"Data-dependent branching": "GB0170", "Call to `f()`": "GB0025"}
@@ -169,6 +171,48 @@ def test_what_was_compiled_before_is_not_told() -> None:
         for compiled in both:
             compiled(torch.ones(3))
     assert report.graph_breaks == []
+
+
+def test_a_break_is_one_however_often_its_graph_is_made_again() -> None:
+    compiled = torch.compile(_branching, backend=planning_backend({}, None), dynamic=False)
+    with collecting() as report:
+        for length in (3, 4):
+            compiled(torch.ones(length))
+    assert len(report.graphs) == 4
+    assert [each.source for each in report.graph_breaks] == [_here("branching")]
+
+
+def test_a_frame_that_dynamo_compiles_no_more_is_a_break() -> None:
+    """From then on it runs in Python: its graphs so far would tell another story."""
+    compiled = torch.compile(_attend, backend=planning_backend({}, None), dynamic=False)
+    with collecting() as report, torch._dynamo.config.patch(recompile_limit=1):
+        for length in (4, 5):
+            compiled(torch.randn(1, 2, length, 8))
+    (broken,) = report.graph_breaks
+    assert (broken.gb_id, broken.source, broken.skipped) == ("GB0039", _here("attend"), True)
+
+
+class _One:
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.sin()
+
+
+class _Two:
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.sin()
+
+
+def test_functions_are_told_by_their_class() -> None:
+    for each in (_One(), _Two()):
+        data = _explained(each.forward).to_json()
+        name = f"{type(each).__name__}.forward"
+        assert [frame["function"] for frame in data["graph_breaks"][0]["stack"]] == [name]
+        assert {graph["function"] for graph in data["graphs"]} == {name}
+    assert qualified_function(f"{__file__}:1", "forward") == "forward"
+    assert qualified_function("<string>:1", "forward") == "forward"
+    assert qualified_function("unknown", "forward") == "forward"
 
 
 # --- Whose graph it is, and what is given up ------------------------------------------------------

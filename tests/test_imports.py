@@ -20,7 +20,7 @@ HEAVY = ("flash_attn", "cutlass", "cudnn", "quack", "triton", "torch._dynamo", "
 # Modules in the order in which they may import each other: each only what stands before it.
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
-    ("errors", "config", "torch_compat", "graph_writes"),
+    ("errors", "config", "torch_compat", "graph_writes", "user_code"),
     (
         "dynamo_compat",
         "graph_breaks",

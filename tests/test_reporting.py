@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from markdown_it import MarkdownIt
 from report_readers import Page, check_report, check_sarif
 
 import fa_inductor
-import pytest_fa_inductor
 from fa_inductor.errors import OptionError
-from fa_inductor.reporting import FORMATS, baseline, paths, render
+from fa_inductor.reporting import FORMATS, render
 from fa_inductor.reporting.data import merged, read
 from fa_inductor.reporting.findings import findings
 from fa_inductor.reporting.junit import properties
 from fa_inductor.reporting.markdown import markdown
 from fa_inductor.reporting.page import page
-from fa_inductor.reporting.rules import BY_ID, RULES
+from fa_inductor.reporting.rules import RULES
 from fa_inductor.reporting.sarif import sarif
 
 ROOT = Path("/home/user/project")
@@ -96,72 +94,6 @@ def test_every_format_names_sites_kernels_and_breaks(form: str, real: dict[str, 
         assert word in text.replace("\\_", "_").replace("&#95;", "_"), word
 
 
-# --- Findings -------------------------------------------------------------------------------------
-
-
-def test_there_is_a_finding_of_each_kind(data: dict[str, Any]) -> None:
-    found = findings(data, ROOT)
-    counts = Counter(each.rule for each in found)
-    assert counts == {"graph-break": 1, "fallback": 2, "copy": 1, "recompile": 1, "nan": 1}
-    assert set(BY_ID) == set(counts) == set(pytest_fa_inductor.FAIL_ON)
-    by_rule = {each.rule: each for each in found}
-    assert "GB0025 Call to `f()`" in by_rule["graph-break"].message
-    assert "left to Python" in by_rule["graph-break"].message
-    assert "compiled 2 times: size mismatch" in by_rule["recompile"].message
-    assert by_rule["copy"].message.startswith("cudnn reads a copy of k: stride 33 elements")
-
-
-def test_one_finding_for_many_tests(data: dict[str, Any]) -> None:
-    found = findings(merged([("one", data), ("two", data)]), ROOT)
-    assert len(found) == 6
-    assert {each.tests for each in found} == {("one", "two")}
-
-
-def test_a_graph_of_ours_after_one_of_anothers_is_no_recompile(data: dict[str, Any]) -> None:
-    """Dynamo counts what another backend compiled, too: nothing of ours is done twice."""
-    data["graphs"] = data["graphs"][1:]
-    assert "recompile" not in {each.rule for each in findings(data, ROOT)}
-
-
-def test_keys_last_when_lines_move_and_on_another_machine(data: dict[str, Any]) -> None:
-    elsewhere = Path("/builds/42")
-    text = json.dumps(data).replace(str(ROOT), str(elsewhere))
-    moved = json.loads(text.replace("attention.py:7", "attention.py:9"))
-    moved = json.loads(json.dumps(moved).replace("/usr/lib/python3/", "/opt/venv/lib/"))
-    keys = [each.key(ROOT) for each in findings(data, ROOT)]
-    assert [each.key(elsewhere) for each in findings(moved, elsewhere)] == keys
-    assert len(set(keys)) == len(keys)
-    data["sites"][0]["code"] = "another_line()"
-    assert [each.key(ROOT) for each in findings(data, ROOT)] != keys
-
-
-def test_paths_are_portable() -> None:
-    assert paths.shown(f"{ROOT}/a b/c.py:3", ROOT) == "a b/c.py:3"
-    assert paths.shown("/usr/lib/c.py:3", ROOT) == "/usr/lib/c.py:3"
-    inside = f"{ROOT}/.venv/lib/site-packages/lib/c.py"
-    assert paths.inside(inside, ROOT) is None
-    assert paths.portable(inside, ROOT) == "site-packages/lib/c.py"
-    assert paths.shown("unknown", ROOT) == "unknown"
-
-
-# --- Baseline -------------------------------------------------------------------------------------
-
-
-def test_a_baseline_is_read_back(tmp_path: Path, data: dict[str, Any]) -> None:
-    path = tmp_path / "folder" / "baseline.json"
-    found = findings(data, ROOT)
-    baseline.write(path, found, ROOT)
-    assert baseline.read(path) == {each.key(ROOT) for each in found}
-    assert str(ROOT) not in path.read_text()
-    first = path.read_text()
-    baseline.write(path, reversed(found), ROOT)
-    assert path.read_text() == first
-    for text in ("[]", "{", '{"baseline_version": 7}'):
-        path.write_text(text)
-        with pytest.raises(OptionError, match=r"baseline\.json"):
-            baseline.read(path)
-
-
 # --- SARIF ----------------------------------------------------------------------------------------
 
 
@@ -209,7 +141,7 @@ def test_sarif_joins_layers_that_are_alike(data: dict[str, Any]) -> None:
     run = _sarif(data)
     (fallback,) = (result for result in run["results"] if result["ruleId"] == "fallback")
     assert "(in layers.0, layers.1)" in fallback["message"]["text"]
-    prints = [result["partialFingerprints"]["faInductorLine/v1"] for result in run["results"]]
+    prints = [result["partialFingerprints"]["faInductor/v1"] for result in run["results"]]
     assert len(set(prints)) == len(prints)
 
 
@@ -218,6 +150,25 @@ def test_sarif_has_the_stack_innermost_first(data: dict[str, Any]) -> None:
     frames = [f["location"]["message"]["text"] for f in broken["stacks"][0]["frames"]]
     assert frames == ["call", "forward"]
     assert "site-packages/library/f.py:20" in broken["message"]["text"]
+
+
+def test_sarif_places_a_librarys_site_at_the_users_line(data: dict[str, Any]) -> None:
+    """... and where no line is the user's, it names no machine's folders."""
+    library = "/opt/python/site-packages/library/a b.py:20"
+    data["sites"][0]["source"] = library
+    data["sites"][0]["stack"][1] = {"source": library, "function": "attend"}
+    data["sites"][1].update(source=library, stack=[{"source": library, "function": "attend"}])
+    places = [
+        result["locations"][0]["physicalLocation"]
+        for result in _sarif(data)["results"]
+        if result["ruleId"] == "fallback"
+    ]
+    found = [(each["artifactLocation"], each["region"]["startLine"]) for each in places]
+    assert found == [
+        ({"uri": "models/model.py", "uriBaseId": "SRCROOT"}, 5),
+        ({"uri": "library/a%20b.py", "uriBaseId": "PACKAGES"}, 20),
+    ]
+    assert "/opt" not in sarif(data, ROOT)
 
 
 def test_sarif_says_what_is_new(data: dict[str, Any]) -> None:

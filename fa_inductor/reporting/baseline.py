@@ -24,7 +24,12 @@ def read(path: Path) -> set[str]:
         raise OptionError(
             f"{path}: a baseline of version {version}; this fa_inductor reads {VERSION}."
         )
-    return {each["key"] for each in found["findings"]}
+    entries = found.get("findings")
+    if not isinstance(entries, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("key"), str) for each in entries
+    ):
+        raise OptionError(f"{path}: not a baseline: it has no list of findings with a key each.")
+    return {each["key"] for each in entries}
 
 
 def write(path: Path, found: Iterable[Finding], root: Path) -> None:

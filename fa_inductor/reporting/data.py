@@ -51,6 +51,8 @@ def summary(data: Data) -> str:
     """One line: graphs, breaks, sites by kernel."""
     counts = Counter(site["kernel"] or "fallback" for site in data["sites"])
     kinds = ", ".join(f"{count} on {name}" for name, count in counts.items())
+    if not any(data[part] for part in PARTS):
+        kinds = "nothing was compiled"  # what proves nothing must not look as if all were well
     return (
         f"{len(data['graphs'])} graph(s), {len(data['graph_breaks'])} break(s), "
         f"{len(data['sites'])} attention site(s)" + (f": {kinds}" if kinds else "")

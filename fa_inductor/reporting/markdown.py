@@ -86,7 +86,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def _text(text: str) -> str:
     """Text that shows as it is: no markup, no HTML, no end of a table's cell."""
     escaped = html.escape(" ".join(text.split()), quote=False)
-    for character in "\\`*_[]|~":
+    for character in "\\`*_[]|~$":  # the last is mathematics on GitHub
         escaped = escaped.replace(character, "\\" + character)
     return escaped
 

@@ -11,12 +11,21 @@ def split(source: str) -> tuple[str, int]:
     return (path, int(line)) if line.isdigit() and path else (source, 0)
 
 
+def installed(path: str) -> str | None:
+    """`path` relative to the folder that packages are installed into, None if it is in none."""
+    parts = PurePath(path).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[len(parts) - parts[::-1].index(folder) :])
+    return None
+
+
 def inside(path: str, root: Path) -> str | None:
     """`path` relative to `root`, with "/" between, or None if it is elsewhere.
 
     An environment inside the root is elsewhere: what is installed there is nobody's checkout.
     """
-    if "site-packages" in PurePath(path).parts:
+    if installed(path) is not None:
         return None
     try:
         return Path(path).resolve().relative_to(root.resolve()).as_posix()
@@ -26,10 +35,9 @@ def inside(path: str, root: Path) -> str | None:
 
 def portable(path: str, root: Path) -> str:
     """`path` as it is on every machine: relative to the root or to where packages are installed."""
-    parts = PurePath(path).parts
-    if "site-packages" in parts:
-        last = len(parts) - 1 - parts[::-1].index("site-packages")
-        return "/".join(parts[last:])
+    package = installed(path)
+    if package is not None:
+        return f"site-packages/{package}"
     return inside(path, root) or PurePath(path).as_posix()
 
 

@@ -6,7 +6,6 @@ Source: OASIS Standard "Static Analysis Results Interchange Format (SARIF) Versi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from .findings import Finding, findings
 from .rules import BY_ID, RULES
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-ROOT = "SRCROOT"
+ROOT, PACKAGES = "SRCROOT", "PACKAGES"
 
 
 def sarif(data: Data, root: Path, known: Iterable[str] | None = None) -> str:
@@ -28,16 +27,21 @@ def sarif(data: Data, root: Path, known: Iterable[str] | None = None) -> str:
 
     known: the keys of a baseline's findings; each result then says whether it is new.
     """
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    groups: dict[tuple[Any, ...], list[Finding]] = {}
+    old = None if known is None else set(known)
     for each in findings(data, root):
         # Layers of a model that are alike are one result: code scanning shows each on its line.
-        groups.setdefault((each.rule, each.source, each.message), []).append(each)
-    old = None if known is None else set(known)
+        is_old = None if old is None else each.key(root) in old
+        place = (each.rule, each.source, each.users_place(root), each.message, is_old)
+        groups.setdefault(place, []).append(each)
     run = {
         "tool": {"driver": _driver()},
-        "originalUriBaseIds": {ROOT: {"description": {"text": "The root of the checkout."}}},
+        "originalUriBaseIds": {
+            ROOT: {"description": {"text": "The root of the checkout."}},
+            PACKAGES: {"description": {"text": "Where packages are installed."}},
+        },
         "columnKind": "unicodeCodePoints",
-        "results": [_result(alike, root, old) for alike in groups.values()],
+        "results": [_result(alike, root, place[-1]) for place, alike in groups.items()],
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 
@@ -60,25 +64,22 @@ def _driver() -> dict[str, Any]:
     return driver
 
 
-def _result(alike: list[Finding], root: Path, old: set[str] | None) -> dict[str, Any]:
+def _result(alike: list[Finding], root: Path, is_old: bool | None) -> dict[str, Any]:
     first = alike[0]
     names = [each.where for each in alike if each.where]
     message = first.message
     if first.rule in ("fallback", "copy") and names:
         message += f" (in {', '.join(names)})"
-    source = _users_place(first, root)
+    source = first.users_place(root)
     if source != first.source:
         message += f" (at {paths.shown(first.source, root)})"
-    line_hash = "\0".join((first.rule, paths.portable(paths.split(source)[0], root), first.code))
     result = {
         "ruleId": first.rule,
         "ruleIndex": list(BY_ID).index(first.rule),
         "level": BY_ID[first.rule].level,
         "message": {"text": message},
         "locations": [_location(source, root, first.code if source == first.source else "")],
-        "partialFingerprints": {
-            "faInductorLine/v1": hashlib.sha256((line_hash + first.kind).encode()).hexdigest()
-        },
+        "partialFingerprints": {"faInductor/v1": first.key(root)},
     }
     if first.stack:
         frames = [
@@ -86,25 +87,18 @@ def _result(alike: list[Finding], root: Path, old: set[str] | None) -> dict[str,
             for place, function in reversed(first.stack)  # SARIF has the innermost first
         ]
         result["stacks"] = [{"message": {"text": "The user's stack."}, "frames": frames}]
-    if old is not None:
-        is_old = all(each.key(root) in old for each in alike)
+    if is_old is not None:
         result["baselineState"] = "unchanged" if is_old else "new"
     return result
 
 
-def _users_place(finding: Finding, root: Path) -> str:
-    """The innermost place that is inside the root: a line of a library is nobody's to look at."""
-    for source, _ in reversed(finding.stack):
-        if paths.inside(paths.split(source)[0], root) is not None:
-            return source
-    return finding.source
-
-
 def _location(source: str, root: Path, code: str = "") -> dict[str, Any]:
     path, line = paths.split(source)
-    relative = paths.inside(path, root)
+    relative, package = paths.inside(path, root), paths.installed(path)
     if relative is not None:
         artifact = {"uri": quote(relative), "uriBaseId": ROOT}
+    elif package is not None:
+        artifact = {"uri": quote(package), "uriBaseId": PACKAGES}
     elif Path(path).is_absolute():
         artifact = {"uri": Path(path).as_uri()}
     else:
