@@ -60,6 +60,7 @@ def explain(
         raise click.ClickException(str(error)) from error
     _show(report.to_json(), form, output)
     if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(report.dumps() + "\n", encoding="utf-8")
 
 
@@ -80,6 +81,7 @@ def report(files: tuple[Path, ...], form: str, output: Path | None) -> None:
 
 def _show(data: Mapping[str, Any], form: str, output: Path | None) -> None:
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(reporting.render(data, form), encoding="utf-8")
     elif form == "rich":
         from rich.console import Console

@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from report_readers import check_report
-
-PROGRAM = """
 import torch
 import torch.nn.functional as F
+from report_readers import check_report
+from torch import Tensor
+from torch._logging import _internal
+
 from fa_inductor.explaining import planning_backend
 
-def attend(x, mask):
+OPTIONS = {"fa.kernels": ("reference",), "fa.on_fallback": "ignore"}
+
+
+def _attend(x: Tensor, mask: Tensor) -> Tensor:
     x = F.scaled_dot_product_attention(x, x, x)
     torch._dynamo.graph_break()
     return F.scaled_dot_product_attention(x, x, x, mask)
 
-backend = planning_backend({"fa.kernels": ("reference",), "fa.on_fallback": "ignore"}, None)
-torch.compile(attend, backend=backend)(torch.randn(1, 2, 4, 8).bfloat16(), torch.zeros(4, 4))
-"""
-
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trace of one process."""
+    """A trace, by the handler that PyTorch adds at its import where `TORCH_TRACE` is set."""
     folder = tmp_path_factory.mktemp("trace")
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "TORCH_TRACE": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)},
-        check=True,
-    )
+    handler = _internal.LazyTraceHandler(str(folder))
+    handler.setFormatter(_internal.TorchLogsFormatter(trace=True))
+    level = _internal.trace_log.level
+    _internal.trace_log.addHandler(handler)
+    _internal.trace_log.setLevel(logging.DEBUG)
+    try:
+        torch._dynamo.reset()
+        compiled = torch.compile(_attend, backend=planning_backend(OPTIONS, None))
+        compiled(torch.randn(1, 2, 4, 8).bfloat16(), torch.zeros(4, 4))
+    finally:
+        _internal.trace_log.setLevel(level)
+        _internal.trace_log.removeHandler(handler)
+        handler.close()
     (found,) = folder.glob("*.log")
     return found
 
