@@ -7,7 +7,6 @@ what is done then is in `fa_inductor/pytest_plugin.py`. Use: docs/reports.md.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,8 @@ def _words(given: str | None) -> tuple[str, ...]:
     words = tuple(word.strip() for word in (given or "").split(",") if word.strip())
     for word in words:
         if word not in FAIL_ON:
+            import difflib
+
             close = difflib.get_close_matches(word, FAIL_ON, n=1, cutoff=0.4)
             suggestion = f" Did you mean {close[0]!r}?" if close else ""
             raise pytest.UsageError(

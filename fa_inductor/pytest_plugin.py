@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,14 +59,17 @@ class Compiler:
         """`torch.compile(fn, backend="fa_inductor", options=options, **compile_options)`.
 
         target: plan for this GPU, which need not be present, and run the captured code as it was
-            written: CI without a GPU. As for `fa_inductor.explain`.
+            written: CI without a GPU. As for `fa_inductor.explain`. A `mode` says nothing then.
         finite: look for NaN and infinity in what each call returns.
         Raises `UnknownTargetError`, `OptionError`.
         """
-        if target is None:
-            compile_options |= {"backend": "fa_inductor", "options": dict(options or {})}
-        else:
+        if target is not None:
+            compile_options.pop("mode", None)  # Inductor's
             compile_options["backend"] = planning_backend(options, target)
+        elif options:  # PyTorch takes them or a mode
+            compile_options |= {"backend": "fa_inductor", "options": dict(options)}
+        else:
+            compile_options["backend"] = "fa_inductor"
         compiled = torch.compile(fn, **compile_options)
         if not finite:
             return compiled
@@ -143,6 +147,7 @@ class Reports:
         self.data: Data = merged([])
         self.found: list[Finding] = []
         self.failing: list[Finding] = []
+        self.wrote = False
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -158,13 +163,13 @@ class Reports:
         data = item.stash[_REPORT].to_json()
         if any(data[part] for part in PARTS):
             result = outcome.get_result()
-            result.fa_inductor = data
+            result.fa_inductor = json.dumps(data)  # text, which pytest-xdist sends as it is
             result.user_properties = [*result.user_properties, *properties(data, self.root)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = getattr(report, "fa_inductor", None)
-        if data is not None:
-            self.by_test[report.nodeid] = data
+        text = getattr(report, "fa_inductor", None)
+        if text is not None:
+            self.by_test[report.nodeid] = json.loads(text)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -174,8 +179,10 @@ class Reports:
         self.data = merged(sorted(self.by_test.items()))
         self.found = findings(self.data, self.root)
         if self.writes_baseline:
-            assert self.baseline is not None
-            baseline.write(self.baseline, self.found, self.root)
+            # What a run that was broken off has not met is not gone.
+            self.wrote = session.exitstatus in (0, pytest.ExitCode.TESTS_FAILED)
+            if self.wrote and self.baseline is not None:
+                baseline.write(self.baseline, self.found, self.root)
         else:
             self.failing = [f for f in self.found if f.rule in self.fail_on and self._is_new(f)]
         if self.folder is not None:
@@ -214,7 +221,12 @@ class Reports:
             place = paths.shown(each.source, self.root)
             tests = f" [{', '.join(each.tests)}]" if each.tests else ""
             terminalreporter.write_line(f"FAILED {each.rule} {place}: {each.message}{tests}")
-        if self.writes_baseline:
+        gone = (self.known or set()) - {each.key(self.root) for each in self.found}
+        if gone:
+            say(f"{len(gone)} finding(s) of {self.baseline} were not met")
+        if self.wrote:
             say(f"{len(self.found)} finding(s) written to {self.baseline}")
+        elif self.writes_baseline:
+            say(f"{self.baseline} is left as it was: the run did not come to its end")
         if self.folder is not None:
             say(f"reports in {self.folder}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import reported_data
@@ -32,15 +32,42 @@ class _Session:
     exitstatus = 0
 
 
-def _judged(folder: Path, tests: dict[str, Any], words: tuple[str, ...], known: Path | None) -> Any:
+class _Terminal:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def section(self, title: str) -> None:
+        self.lines.append(title)
+
+    def write_line(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def _said(reports: Reports) -> str:
+    """The section of the terminal's summary."""
+    terminal = _Terminal()
+    reports.pytest_terminal_summary(terminal)
+    return "\n".join(terminal.lines)
+
+
+def _judged(
+    folder: Path,
+    tests: dict[str, Any],
+    words: tuple[str, ...],
+    known: Path | None,
+    *,
+    writes: bool = False,
+    status: int = 0,
+) -> Any:
     """`Reports` at the end of a run whose tests have these reports, and the run's session."""
     file = str(known) if known else None
-    reports = Reports(_Config(folder), str(folder / "out"), file, False, words)  # type: ignore[arg-type]
+    reports = Reports(_Config(folder), str(folder / "out"), file, writes, words)  # type: ignore[arg-type]
     for name, data in tests.items():
         result = pytest.TestReport(name, ("", 0, ""), {}, "passed", None, "teardown")
-        result.fa_inductor = data  # type: ignore[attr-defined]
+        result.fa_inductor = json.dumps(data)  # type: ignore[attr-defined]
         reports.pytest_runtest_logreport(result)
     session = _Session()
+    session.exitstatus = status
     reports.pytest_sessionfinish(session)  # type: ignore[arg-type]
     return reports, session
 
@@ -60,6 +87,49 @@ def test_a_run_with_what_is_known_alone_passes(tmp_path: Path) -> None:
     assert [(each.rule, each.where) for each in reports.failing] == [("fallback", "layers.2")]
     reports, session = _judged(tmp_path, {"b": data}, ("nan",), known)
     assert (session.exitstatus, reports.failing) == (0, [])
+
+
+@pytest.mark.parametrize("word", FAIL_ON)
+def test_each_word_fails_the_run_alone(word: str, tmp_path: Path) -> None:
+    data = reported_data.report(tmp_path)
+    reports, session = _judged(tmp_path, {"a": data}, (word,), None)
+    assert (session.exitstatus, {each.rule for each in reports.failing}) == (1, {word})
+    assert f"FAILED {word} " in _said(reports)
+    gone = {
+        "graph-break": {"graph_breaks": []},
+        "fallback": {"sites": data["sites"][2:]},
+        "recompile": {"graphs": data["graphs"][:1]},
+        "copy": {"sites": data["sites"][:2]},
+        "nan": {"not_finite": []},
+    }[word]
+    _, session = _judged(tmp_path, {"a": {**data, **gone}}, (word,), None)
+    assert session.exitstatus == 0
+
+
+def test_a_run_that_failed_otherwise_keeps_its_status(tmp_path: Path) -> None:
+    data = reported_data.report(tmp_path)
+    for status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR):
+        _, session = _judged(tmp_path, {"a": data}, FAIL_ON, None, status=status)
+        assert session.exitstatus == status
+
+
+def test_a_run_that_was_broken_off_writes_no_baseline(tmp_path: Path) -> None:
+    """What it has not met is not gone."""
+    known, data = tmp_path / "known.json", reported_data.report(tmp_path)
+    _judged(tmp_path, {"a": data}, (), known, writes=True)
+    before = known.read_text()
+    broken_off = {"writes": True, "status": pytest.ExitCode.INTERRUPTED}
+    reports, _ = _judged(tmp_path, {}, (), known, **broken_off)
+    assert known.read_text() == before
+    assert "is left as it was" in _said(reports)
+
+
+def test_what_a_baseline_holds_in_vain_is_said(tmp_path: Path) -> None:
+    known, data = tmp_path / "known.json", reported_data.report(tmp_path)
+    _judged(tmp_path, {"a": data}, (), known, writes=True)
+    reports, session = _judged(tmp_path, {"a": {**data, "not_finite": []}}, FAIL_ON, known)
+    assert session.exitstatus == 0
+    assert "1 finding(s) of" in _said(reports)
 
 
 # --- Options --------------------------------------------------------------------------------------
@@ -95,18 +165,9 @@ def _configure(folder: Path, *arguments: str) -> str:
 def test_asked_without_a_compile_it_says_so(tmp_path: Path) -> None:
     """A run that compiles nothing proves nothing, and must not look as if."""
 
-    class Terminal:
-        lines: ClassVar[list[str]] = []
-
-        def section(self, title: str) -> None:
-            self.lines.append(title)
-
-        def write_line(self, line: str) -> None:
-            self.lines.append(line)
-
     reports, session = _judged(tmp_path, {}, ("fallback",), None)
-    reports.pytest_terminal_summary(Terminal())
-    assert "no test has compiled anything" in Terminal.lines
+    assert "no test has compiled anything" in _said(reports)
+    assert "nothing was compiled" in (tmp_path / "out/report.md").read_text()
     assert session.exitstatus == 0
     assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []
 

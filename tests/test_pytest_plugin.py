@@ -1,10 +1,12 @@
 """The pytest plugin on a project of two models: one breaks its graph, one falls back.
 
-Each run is a process of its own, as Dynamo's state is; runs are shared between tests.
+Runs are shared between tests, and happen in this process where nothing depends on a fresh one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,7 @@ TESTS = """
 MORE = """
     import torch
     from models import Attention
+    from test_models import OPTIONS
 
 
     def attend(x):
@@ -74,10 +78,34 @@ MORE = """
         return Attention()(x)
 
 
+    class Endless(torch.nn.Module):
+        def forward(self, x):
+            return x / 0
+
+
+    class AlsoFallingBack(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = Attention()
+
+        def forward(self, x, mask):
+            return self.attention(x, mask)
+
+
     def test_nan_and_recompile(fa_compile):
         compiled = fa_compile(attend, target="sm_90a", dynamic=False)
         for length in (64, 128):
             compiled(torch.randn(1, 2, length, 64).bfloat16())
+
+
+    def test_module(fa_compile):
+        fa_compile(Endless(), target="sm_90a", mode="max-autotune")(torch.ones(2))
+
+
+    def test_other_caller(fa_compile):
+        x, mask = torch.randn(1, 2, 4, 8).bfloat16(), torch.zeros(4, 4)
+        compiled = fa_compile(AlsoFallingBack(), target="sm_90a", options=OPTIONS)
+        compiled(x, mask)
 
 
     def test_without_the_fixture():
@@ -110,14 +138,37 @@ class Project:
         (self.folder / name).write_text(textwrap.dedent(text).lstrip())
 
     def run(self, *arguments: str) -> Run:
+        """pytest in this process, with modules that are gone afterwards."""
+        names = [path.stem for path in self.folder.glob("*.py")]
+        output = io.StringIO()
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
+            patch.chdir(self.folder)
+            patch.setattr(sys, "path", sys.path.copy())
+            for name in names:  # also of another project
+                sys.modules.pop(name, None)
+            status = pytest.main([*self._arguments(*arguments), "-s", "-p", "no:faulthandler"])
+            for name in names:
+                sys.modules.pop(name, None)
+        return Run(int(status), output.getvalue())
+
+    def run_alone(self, *arguments: str) -> Run:
+        """pytest in a process of its own."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         environment.pop("PYTEST_XDIST_WORKER", None)
-        command = [sys.executable, "-m", "pytest", "-p", "pytest_fa_inductor", *arguments]
-        command += ["-p", "no:cacheprovider", "-q", "-W", "ignore"]
+        command = [sys.executable, "-m", "pytest", *self._arguments(*arguments)]
         process = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
         )
         return Run(process.returncode, process.stdout + process.stderr)
+
+    @staticmethod
+    def _arguments(*arguments: str) -> list[str]:
+        plugin = ("-p", "pytest_fa_inductor")
+        return [*plugin, *arguments, "-p", "no:cacheprovider", "-q", "-W", "ignore"]
 
     def json(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
@@ -190,30 +241,41 @@ def test_properties_are_in_the_junit_file(project: Project, failing: Run) -> Non
     assert found["test_breaking"]["fa.finding.graph-break"].startswith("models.py:18: GB0025")
 
 
-@pytest.fixture(scope="module")
-def writing(project: Project) -> Run:
-    """Two workers, which write a baseline."""
-    return project.run(
-        *("-n", "2", "--fa-report=merged", "--junitxml=merged.xml"),
-        *("--fa-baseline=known.json", "--fa-write-baseline", "--fa-fail-on=fallback"),
+def test_workers_reports_are_merged(tmp_path: Path) -> None:
+    """... into the very files that one process writes. To save time nothing is compiled: workers
+    send text, whatever it is of."""
+    project = Project(tmp_path)
+    project.write(
+        "test_models.py",
+        """
+        import pytest
+        from fa_inductor import report
+
+
+        @pytest.mark.parametrize("number", range(4))
+        def test_one(number):
+            found = report.NotFinite(f"f{number}", f"{__file__}:7", "output")
+            report._collector.get().report.not_finite.append(found)
+        """,
     )
-
-
-def test_workers_reports_are_merged(project: Project, failing: Run, writing: Run) -> None:
-    """... into the very files that one process writes."""
-    assert "2 passed" in writing.output
+    arguments = ("--fa-fail-on=nan", "--junitxml=junit.xml")
+    one = project.run(*arguments, "--fa-report=one")
+    many = project.run_alone(*arguments, "--fa-report=many", "-n", "2")
+    for run in (one, many):
+        assert run.status == 1, run.output
+        assert "4 passed" in run.output
+        assert "nan: 4" in run.output
     for name in ("report.json", "report.sarif", "report.md", "report.html"):
-        one, many = (project.folder / folder / name for folder in ("out", "merged"))
-        assert many.read_text() == one.read_text(), name
-    assert "fa.finding.fallback" in (project.folder / "merged.xml").read_text()
+        texts = {(tmp_path / folder / name).read_text() for folder in ("one", "many")}
+        assert len(texts) == 1, name
+    assert (tmp_path / "junit.xml").read_text().count("fa.finding.nan") == 4
 
 
 # --- Baseline -------------------------------------------------------------------------------------
 
 
-def test_a_baseline_silences_what_is_old_only(
-    project: Project, writing: Run, tmp_path: Path
-) -> None:
+def test_a_baseline_silences_what_is_old_only(project: Project, tmp_path: Path) -> None:
+    writing = project.run("--fa-baseline=known.json", "--fa-write-baseline")
     assert writing.status == 0, writing.output
     assert "2 finding(s) written to known.json" in writing.output
     rules = [each["rule"] for each in project.json("known.json")["findings"]]
@@ -227,16 +289,17 @@ def test_a_baseline_silences_what_is_old_only(
     new = changed.run("--fa-baseline=known.json", "--fa-report=out")
     assert new.status == 1, new.output
     failed = [line.split()[1] for line in new.output.splitlines() if line.startswith("FAILED")]
-    assert sorted(set(failed)) == ["copy", "nan", "recompile"]
+    # The fallback is another model's, at the very line of the one that is known.
+    assert Counter(failed) == {"copy": 3, "fallback": 1, "nan": 2, "recompile": 1}
     assert "graph-break: 1, 0 new" in new.output
-    assert "nan: 1, 1 new" in new.output
+    assert "fallback: 2, 1 new" in new.output
+    assert "[test_more.py::test_other_caller]" in new.output
+    assert "nan: 2, 2 new" in new.output
     assert "output['out'] of attend" in new.output
-    states = {
-        result["ruleId"]: result["baselineState"]
-        for result in changed.json("out/report.sarif")["runs"][0]["results"]
-    }
-    old = {rule for rule, state in states.items() if state == "unchanged"}
-    assert old == {"graph-break", "fallback"}
+    assert "output of Endless" in new.output
+    results = changed.json("out/report.sarif")["runs"][0]["results"]
+    old = [each["ruleId"] for each in results if each["baselineState"] == "unchanged"]
+    assert (sorted(old), len(results)) == (["fallback", "graph-break"], 9)
     assert "| `recompile` | 1 | 1 |" in (tmp_path / "out/report.md").read_text()
 
 
@@ -267,6 +330,6 @@ def test_unasked_it_imports_and_says_nothing(tmp_path: Path) -> None:
             assert not heavy & set(sys.modules)
         """,
     )
-    run = project.run()
+    run = project.run_alone()
     assert run.status == 0, run.output
     assert "attention" not in run.output
