@@ -204,6 +204,10 @@ def test_markdown_says_how_many_are_new(data: dict[str, Any]) -> None:
     assert "| `fallback` | 2 | 1 |" in text
     assert "| `nan` | 1 | 0 |" in text
     assert "| `fallback` | 2 |\n" in markdown(data, ROOT)
+    new = text.partition("### New\n")[2].partition("###")[0]
+    assert new.count("- `fallback` at <code>models/attention.py:7</code> in <code>layers.0") == 1
+    assert "layers.1" not in new
+    assert "### New" not in markdown(data, ROOT, new=())
 
 
 # --- HTML -----------------------------------------------------------------------------------------
@@ -228,6 +232,11 @@ def test_the_page_shows_it_all(data: dict[str, Any]) -> None:
         assert text in found.text
     assert " new" not in found.text
     assert "· 0 new" in Page.of(page(data, ROOT, new=())).text
+    new = [each.key(ROOT) for each in findings(data, ROOT) if each.rule == "copy"]
+    text = Page.of(page(data, ROOT, new=new)).text
+    (section,) = text.partition("New findings")[2].split("Sites by kernel")[:1]
+    assert "cudnn reads a copy of k" in section
+    assert "fallback" not in section
 
 
 def test_a_page_without_anything_is_a_page() -> None:

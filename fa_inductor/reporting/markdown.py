@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import paths
 from .data import Data, break_title, grouped, modules, remarks, summary
-from .findings import findings
+from .findings import Finding, findings
 from .rules import RULES
 
 
@@ -28,6 +28,7 @@ def markdown(data: Data, root: Path, new: Iterable[str] | None = None) -> str:
         row = [f"`{rule.id}`", str(len(keys))]
         rows.append(row + ([str(len(keys & fresh))] if fresh is not None else []))
     lines += [*_table(headings, rows), ""]
+    lines += _listed("New", [each for each in found if fresh and each.key(root) in fresh], root)
     if data["sites"]:
         lines += ["### Sites", ""]
         rows = [
@@ -47,12 +48,18 @@ def markdown(data: Data, root: Path, new: Iterable[str] | None = None) -> str:
         for each in _once(data["graph_breaks"]):
             lines += [*_break(each, root), ""]
     for heading, name in (("Compiled more than once", "recompile"), ("Not finite", "nan")):
-        chosen = [each for each in found if each.rule == name]
-        if chosen:
-            lines += [f"### {heading}", ""]
-            lines += [f"- {_code(paths.shown(f.source, root))}: {_text(f.message)}" for f in chosen]
-            lines.append("")
+        lines += _listed(heading, [each for each in found if each.rule == name], root)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _listed(heading: str, found: Iterable[Finding], root: Path) -> list[str]:
+    """A section with a line for each finding, or nothing."""
+    items = [
+        f"- `{each.rule}` at {_code(paths.shown(each.users_place(root), root))}"
+        f"{' in ' + _code(each.where) if each.where else ''}: {_text(each.message)}"
+        for each in found
+    ]
+    return [f"### {heading}", "", *items, ""] if items else []
 
 
 def _once(breaks: Iterable[Data]) -> list[Data]:

@@ -50,11 +50,8 @@ def page(data: Data, root: Path, new: Iterable[str] | None = None) -> str:
             for alike in grouped(data["sites"])
         ],
         breaks=_breaks(data, root),
-        others=[
-            {"rule": f.rule, "source": paths.shown(f.source, root), "message": f.message}
-            for f in found
-            if f.rule in ("recompile", "nan")
-        ],
+        fresh=[_finding(each, root) for each in found if is_new(each)],
+        others=[_finding(each, root) for each in found if each.rule in ("recompile", "nan")],
         graphs=[{**g, "source": paths.shown(g["source"], root)} for g in data["graphs"]],
     )
 
@@ -67,6 +64,15 @@ def _rule(rule: Any, found: list[Finding], is_new: Any) -> dict[str, Any]:
         "level": rule.level,
         "count": len(mine),
         "new": sum(map(is_new, mine)),
+    }
+
+
+def _finding(finding: Finding, root: Path) -> dict[str, str]:
+    return {
+        "rule": finding.rule,
+        "source": paths.shown(finding.users_place(root), root),
+        "where": finding.where,
+        "message": finding.message,
     }
 
 
