@@ -192,6 +192,9 @@ def test_markdown_is_tables_that_hold(data: dict[str, Any]) -> None:
     page = Page.of(html)
     assert page.counts["tr"] == 1 + len(RULES) + 1 + 2
     assert {len(row) for row in page.rows} == {3, 5}
+    # A bar too many would end the cell, and the rest be dropped.
+    assert f"mask ({reported_data.ODD})" in [row for row in page.rows if len(row) == 5][1][-1]
+    assert "$" not in text.replace("\\$", "")
     assert page.counts["script"] == page.counts["a"] == page.counts["em"] == 0
     assert reported_data.ODD in page.text
     assert "2 sites" in page.text
