@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, dynamo_compat, kernels, torch_compat
+from . import compile_pass, dynamo_compat, kernels, numerics, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
@@ -37,8 +37,18 @@ def fa_inductor(
         # Read before the rewrite, under the flags that the rewrite decides by.
         patches = _with_cache_key(compiler.config, fingerprint(config))
         sites = compile_pass.run(gm, config)
-    compiled = torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
-    return in_range(compiled, sites)
+    compiled = in_range(torch_compat.inductor_compiler(None, patches)(gm, example_inputs), sites)
+    return compiled if config.guard == "off" else _polling(compiled)
+
+
+def _polling(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, telling first what its guard has seen: in a CUDA graph no op runs that would."""
+
+    def polling(*args: Any) -> Any:
+        numerics.poll()
+        return compiled(*args)
+
+    return torch_compat.standing_in(polling, compiled)
 
 
 def _reset() -> None:

@@ -54,7 +54,7 @@ def explain(
 
     try:
         fn, args, kwargs = _load(make)()
-        options = {"fa.kernels": tuple(name.strip() for name in kernels.split(","))}
+        options = {"fa.kernels": _names(kernels)}
         report = explain_function(fn, options, target)(*args, **kwargs)
     except FaInductorError as error:
         raise click.ClickException(str(error)) from error
@@ -101,6 +101,8 @@ def _show(data: Mapping[str, Any], form: str, output: Path | None) -> None:
 @click.option("--backend", default="fa_inductor", show_default=True, help="Of torch.compile.")
 @click.option("--not-causal", is_flag=True, help="FUNCTIONS compute attention without a mask.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for JSON, PNG, scripts.")
+@click.option("--model", help="package.module:make, as for explain: name its first bad attention.")
+@click.option("--kernels", default="fa4,cudnn", show_default=True, help="For --model.")
 @click.option("--self-test", is_flag=True, help="Find faults that are known to be there.")
 def probe(
     functions: tuple[str, ...],
@@ -110,6 +112,8 @@ def probe(
     backend: str,
     not_causal: bool,
     output: Path | None,
+    model: str | None,
+    kernels: str,
     self_test: bool,
 ) -> None:
     """Run attention over lengths and ways and judge every cell: FUNCTIONS are kernels ("fa4",
@@ -119,6 +123,8 @@ def probe(
     try:
         if self_test:
             sys.exit(console.run_self_test())
+        if model is not None:
+            sys.exit(console.run_bisect(_load(model)(), _names(kernels)))
         subjects = [_load(name) if ":" in name else name for name in functions]
         sys.exit(
             console.run(
@@ -137,6 +143,10 @@ def doctor() -> None:
     from .doctor import diagnosis
 
     Console().print(diagnosis())
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in listed.split(","))
 
 
 def _load(name: str) -> Callable[[], Any]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
+import torch
 from torch import fx
 
-from . import dynamo_compat, report
+from . import dynamo_compat, numerics, report, torch_compat
 from .config import Config
 from .errors import FallbackError
 from .graph_breaks import understand
 from .rewrite import SiteRecord, rewrite
+from .support import defects
 from .target import Target
 
 log = logging.getLogger("fa_inductor")
@@ -25,6 +28,11 @@ def run(
     """
     dynamo_compat.guard_sdp_backends()
     sites = rewrite(gm, config, target, apply=apply)
+    if config.guard != "off" and apply:
+        _prepare_tables(sites)
+    if apply and target is None:
+        for device in {site.spec.q.device for site in sites if site.spec is not None}:
+            _warn_of_defects(device)
     _report(gm, sites)
     for site in sites:
         log.info("%s: %s on %s; %s", site.source, site.spec, site.kernel, site.reason_texts)
@@ -57,3 +65,22 @@ def _report(gm: fx.GraphModule, sites: list[SiteRecord]) -> None:
         return this_graph.dumps()
 
     dynamo_compat.write_trace_artifact("fa_inductor_report", alone)
+
+
+@functools.cache
+def _warn_of_defects(device: torch.device) -> None:
+    """Once for each GPU: PyTorch calls the same libraries, without these limits."""
+    for line in defects(Target.of_device(device)):
+        log.warning(
+            "fa_inductor: known to be wrong: %s. fa_inductor keeps off it; attention that is left "
+            "to PyTorch may not.",
+            line,
+        )
+
+
+def _prepare_tables(sites: list[SiteRecord]) -> None:
+    """What watched kernels write to has to be there before their code runs."""
+    with torch_compat.without_fake_tensors():
+        for site in sites:
+            if site.kernel is not None and site.spec is not None:
+                numerics.table_of(site.spec.q.device)

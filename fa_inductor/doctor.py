@@ -9,7 +9,7 @@ import torch
 
 from . import __version__, kernels
 from .spec import AttentionSpec, TensorSpec
-from .support import Row, reasons_against, rows_of
+from .support import Row, defects, reasons_against, rows_of
 from .target import TESTED_LIBRARIES, Target, installed_libraries
 
 if TYPE_CHECKING:
@@ -61,4 +61,5 @@ def diagnosis() -> RenderableType:
         table.add_row(kernel, f"no: {' · '.join(blocked)}" if blocked else "yes")
         for row in rows:
             table.add_row("", row.feature, row.limit, row.passes, row.source)
-    return Group(versions, gpu, table)
+    known = [Text(f"known to be wrong: {line}", style="yellow") for line in defects(target)]
+    return Group(versions, gpu, *known, table)

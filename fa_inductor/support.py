@@ -17,7 +17,7 @@ from .spec import AttentionSpec
 from .support_row import Row
 from .target import Target
 
-__all__ = ["ROWS", "Row", "reasons_against", "rows_of"]
+__all__ = ["ROWS", "Row", "defects", "reasons_against", "rows_of"]
 
 _REFERENCE = "fa_inductor/kernels/reference.py"
 
@@ -60,3 +60,15 @@ def reasons_against(
     """Every reason why `kernel` cannot run `spec` on `target`; empty when it can."""
     found = (row.reason(spec, target) for row in rows_of(kernel, extra))
     return [reason for reason in found if reason is not None]
+
+
+def defects(target: Target) -> list[str]:
+    """What is known to be wrong in the libraries of `target`, one line each."""
+    return [
+        f"{row.defect.library} {target.libraries[row.defect.library]} on {target.arch}: "
+        f"{row.limit} ({row.source})"
+        for row in ROWS
+        if row.defect is not None
+        and row.defect.is_in(target)
+        and (not row.families or target.family in row.families)
+    ]

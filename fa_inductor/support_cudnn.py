@@ -13,7 +13,7 @@ import torch
 from . import support_row as check
 from . import symbolic
 from .spec import AttentionSpec
-from .support_row import Check, Row
+from .support_row import Check, Defect, Row
 from .target import TESTED_LIBRARIES, Target
 
 FRONTEND = "cudnn-frontend 1.32"
@@ -155,6 +155,7 @@ ROWS: tuple[Row, ...] = (
         "9.14.0: no two-sided window",
         "cuDNN release notes: wrong for Sk > 1024",
         _between((9, 14, 0), (9, 14, 0), _two_sided_window),
+        defect=Defect("cudnn", "9.14.0", "9.14.0"),
     ),
     Row(
         "cudnn",
@@ -163,6 +164,7 @@ ROWS: tuple[Row, ...] = (
         "cuDNN release notes: illegal memory access",
         _between((9, 13, 0), (9, 15, 0), _ragged_keys),
         passes="bwd",
+        defect=Defect("cudnn", "9.0", "9.15.0"),
     ),
     Row(
         "cudnn",
@@ -173,6 +175,7 @@ ROWS: tuple[Row, ...] = (
         _between((9, 13, 0), (9, 25, 99), _half_filled_tile),
         (9,),
         "bwd",
+        Defect("cudnn", "9.0", "9.25.99"),
     ),
     Row(
         "cudnn",
@@ -182,6 +185,7 @@ ROWS: tuple[Row, ...] = (
         _between((9, 25, 0), (9, 26, 99), _single_query),
         (9,),
         "bwd",
+        Defect("cudnn", "9.25", "9.26.99"),
     ),
     Row(
         "cudnn",
@@ -190,6 +194,7 @@ ROWS: tuple[Row, ...] = (
         "pytorch#193893: silently wrong (9.24.1 is not, and is not told apart)",
         _between((9, 19, 0), (9, 25, 0), _single_query),
         (10,),
+        defect=Defect("cudnn", "9.19", "9.25.0"),
     ),
     Row(
         "cudnn",

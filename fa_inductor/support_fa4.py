@@ -7,7 +7,7 @@ import torch
 from . import layout, symbolic
 from . import support_row as check
 from .spec import AttentionSpec
-from .support_row import Row
+from .support_row import Defect, Row
 from .target import TESTED_LIBRARIES, Target
 
 FA4 = "flash-attn-4 4.0.0b36"
@@ -101,6 +101,7 @@ ROWS: tuple[Row, ...] = (
         check.needs_head_dims(lambda d, dv: d % 32 in (0, 24) or 128 < d <= 192),
         (9,),
         "bwd",
+        Defect("flash-attn-4", "4.0.0b16", "4.0.0b36"),
     ),
     Row(
         "fa4",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from packaging.version import Version
 
 from . import symbolic
 from .spec import AttentionSpec
@@ -14,6 +15,21 @@ from .target import TESTED_LIBRARIES, Target
 LARGEST_GRID = 65535  # CUDA programming guide, compute capabilities: blocks along y and z
 
 Check = Callable[[AttentionSpec, Target], "str | None"]
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Versions of a library, of `target.TESTED_LIBRARIES`, that have a fault: first to last."""
+
+    library: str
+    first: str
+    last: str
+
+    def is_in(self, target: Target) -> bool:
+        installed = target.libraries.get(self.library, "")
+        if not installed:
+            return False
+        return Version(self.first) <= Version(installed) <= Version(self.last)
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class Row:
     objection: the value in a spec that breaks the limit, as text, or None.
     families: major compute capabilities it holds on; empty means every one.
     passes: "fwd", "bwd" or "fwd+bwd": a bwd row only bites when a backward can be asked for.
+    defect: the versions in which going past the limit is silently wrong or faults, not refused.
     """
 
     kernel: str
@@ -36,6 +53,7 @@ class Row:
     objection: Check
     families: tuple[int, ...] = ()
     passes: str = "fwd+bwd"
+    defect: Defect | None = None
 
     def reason(self, spec: AttentionSpec, target: Target) -> str | None:
         """Why this row keeps its kernel from running `spec` on `target`, or None."""

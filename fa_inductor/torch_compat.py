@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,19 +286,30 @@ adapted(_profiler, "_is_profiler_enabled")
 
 
 def while_profiled(compiled: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph that is called as `named` whenever a profiler of PyTorch's runs.
-
-    It has what PyTorch reads off a compiled graph (how to store it, ...), but not what Dynamo finds
-    the innermost function by: Dynamo would take off the wrapper.
-    """
+    """A compiled graph that is called as `named` whenever a profiler of PyTorch's runs."""
 
     def run(*args: Any) -> Any:
         if _profiler._is_profiler_enabled:
             return named(*args)
         return compiled(*args)
 
+    return standing_in(run, compiled)
+
+
+def standing_in(run: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with what PyTorch reads off the compiled graph that it calls (how to store it, ...).
+
+    Not with what Dynamo finds the innermost function by: Dynamo would take off the wrapper.
+    """
     own = ("_torchdynamo_", "__wrapped__")
     for name, value in getattr(compiled, "__dict__", {}).items():
         if not name.startswith(own):
             setattr(run, name, value)
     return run
+
+
+def without_fake_tensors() -> AbstractContextManager[Any]:
+    """In which tensors are real, though a graph is being traced."""
+    from torch._subclasses import fake_tensor
+
+    return adapted(fake_tensor, "unset_fake_temporarily")()  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fa_inductor
 from fa_inductor.errors import OptionError, ProbeError
-from fa_inductor.probing import controls
+from fa_inductor.probing import controls, fa4_control
 from fa_inductor.probing.cells import DATA, LENGTHS, WAYS, Cell, default_cells
 from fa_inductor.probing.data import Sizes, draw
 from fa_inductor.probing.judging import Setting, judge
@@ -35,6 +35,16 @@ def test_a_known_fault_is_found_and_named(control: controls.Control) -> None:
     assert (faulty.verdict, faulty.is_bad) == (control.verdict, True)
     repaired = judge(control.subject(False), control.cell, SETTING)
     assert (repaired.verdict, repaired.detail) == ("ok", "")
+
+
+@pytest.mark.skipif(not fa4_control.is_installed(), reason="needs FlashAttention-4")
+def test_flash_attention_said_to_be_fake_launches_nothing() -> None:
+    """It traces on a CPU as well: all that asks for a GPU is behind the question that is answered
+    wrongly."""
+    setting = Setting(Sizes(1, 4, 2, 64), torch.bfloat16, torch.device("cpu"))
+    outcome = judge(fa4_control.fa4_subject(True), Cell(1024, "compiled", "fwd"), setting)
+    assert outcome.verdict == "unlaunched"
+    assert "empty" in outcome.detail
 
 
 def test_the_half_block_fault_shows_nowhere_else() -> None:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_inductor import dynamo_compat, torch_compat
@@ -176,3 +177,11 @@ def test_tensors_are_found_with_their_place() -> None:
         ("['a'][0]", True),
         ("['b'][1]", True),
     ]
+
+
+def test_real_tensors_while_tracing() -> None:
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with torch_compat.without_fake_tensors():
+            assert not isinstance(torch.ones(2), FakeTensor)
+        assert isinstance(torch.ones(2), FakeTensor)

@@ -32,6 +32,8 @@ from typing import Any
 
 from ..errors import UnknownKernelError, nearest
 from ..support import Row
+from ..watch import plain_name, watch_of
+from .watched import around
 
 BUILT_IN = {
     "fa4": "fa_inductor.kernels.fa4",
@@ -39,6 +41,7 @@ BUILT_IN = {
     "reference": "fa_inductor.kernels.reference",
 }
 ENTRY_POINTS = "fa_inductor.kernels"
+_GRADIENTS = 5  # that a repeated backward has memory for
 
 
 @functools.cache
@@ -52,7 +55,8 @@ def known() -> tuple[str, ...]:
 
 
 def check_known(name: str) -> None:
-    """Raise `UnknownKernelError` unless `name` is a kernel."""
+    """Raise `UnknownKernelError` unless `name` is a kernel, watched or not."""
+    name = plain_name(name)
     if name not in known():
         raise UnknownKernelError(
             f"Unknown kernel {name!r}; known kernels: {', '.join(known())}."
@@ -64,6 +68,9 @@ def check_known(name: str) -> None:
 def load(name: str) -> Any:
     """The kernel called `name`. Raises `UnknownKernelError`."""
     check_known(name)
+    if watch := watch_of(name):
+        plain = plain_name(name)
+        return around(load(plain), plain, watch, _GRADIENTS)
     if name in BUILT_IN:
         return importlib.import_module(BUILT_IN[name])
     return _plugins()[name].load()

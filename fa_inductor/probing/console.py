@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from .bisect import bisect
 from .cells import DATA, Outcome
 from .probe import probe, self_test
 from .results import ProbeResult
@@ -57,6 +58,14 @@ def _write(result: ProbeResult, folder: Path, console: Console) -> None:
         console.print(f"No picture: {missing.name} is not installed.")
     for file in result.write_repros(folder / f"{name}_repros"):
         console.print(f"{file}")
+
+
+def run_bisect(made: Any, kernels: tuple[str, ...]) -> int:
+    """Replay every attention of `made`, (fn, args, kwargs); the exit status, 1 if one is bad."""
+    fn, args, kwargs = made
+    found = bisect(fn, args, kwargs, {"fa.kernels": kernels})
+    Console().print(found)
+    return int(not found.is_right)
 
 
 def run_self_test() -> int:

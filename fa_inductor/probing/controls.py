@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cells import Cell
+from .fa4_control import fa4_subject, is_installed
 from .subjects import Subject
 
 # What a backward is tried at that fails in a block of half the usual size.
@@ -31,10 +32,15 @@ class Control:
     verdict: str
 
 
-def controls() -> list[Control]:
-    """The faults that a captured attention was seen to have, or can have."""
+def controls(on_gpu: bool = False) -> list[Control]:
+    """The faults that a captured attention was seen to have, or can have.
+
+    on_gpu: with FA4 itself, where it is installed: without the fault, it needs a GPU.
+    """
     fwd, both = ("compiled", "fwd"), ("compiled", "fwd+bwd")
+    real = Control("FA4 said to be fake when traced", fa4_subject, Cell(1024, *fwd), "unlaunched")
     return [
+        *([real] if on_gpu and is_installed() else []),
         Control("a launch that tracing skips", _skipped, Cell(1024, *fwd), "unlaunched"),
         Control("a last row that is not written", _unwritten, Cell(1024, *fwd), "unwritten"),
         Control("strides that the fake does not have", _laid_out, Cell(1024, *fwd), "layout"),

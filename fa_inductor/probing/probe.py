@@ -113,7 +113,7 @@ def self_test(device: str | torch.device | None = None) -> list[tuple[Control, O
                 judge(control.subject(True), control.cell, setting),
                 judge(control.subject(False), control.cell, setting),
             )
-            for control in controls()
+            for control in controls(gpu)
         ]
 
 
