@@ -9,7 +9,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from . import torch_compat
-from .errors import OptionError
+from . import numerics, torch_compat
+from .errors import NumericsError, OptionError
 from .explaining import planning_backend
 from .report import NotFinite, Report, collecting, settled
 from .reporting import baseline, paths, render
@@ -105,6 +105,24 @@ def compiling(item: pytest.Item) -> Iterator[Compiler]:
         yield Compiler(report)
 
 
+@contextmanager
+def _guarded(report: Report) -> Iterator[None]:
+    """What `fa.guard` finds not to be finite inside is in the report."""
+
+    def listen(finding: numerics.Finding) -> None:
+        if "not finite" in finding.text:
+            site, kernel, direction = finding.names
+            module, _, source = site.rstrip(")").rpartition(" (")
+            place = f"attention {module} on {kernel}"
+            report.not_finite.append(NotFinite(place, source, f"the {direction}"))
+
+    numerics.listeners.append(listen)
+    try:
+        yield
+    finally:
+        numerics.listeners.remove(listen)
+
+
 def _place_of(fn: Any) -> tuple[str, str]:
     """The name of a function or module, and `file:line` of its code."""
     name = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__qualname__", str(fn))
@@ -147,11 +165,14 @@ class Reports:
         self.data: Data = merged([])
         self.found: list[Finding] = []
         self.failing: list[Finding] = []
+        self.ran = 0  # tests, here or in workers
+        self.is_empty = False
         self.wrote = False
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        with collecting(item.stash.setdefault(_REPORT, Report())):
+        report = item.stash.setdefault(_REPORT, Report())
+        with collecting(report), _guarded(report):
             yield
 
     @pytest.hookimpl(hookwrapper=True)
@@ -160,6 +181,8 @@ class Reports:
         if call.when != "teardown":
             return
         settled()
+        with suppress(NumericsError):  # a listener has heard it
+            numerics.check()
         data = item.stash[_REPORT].to_json()
         if any(data[part] for part in PARTS):
             result = outcome.get_result()
@@ -167,6 +190,7 @@ class Reports:
             result.user_properties = [*result.user_properties, *properties(data, self.root)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.ran += report.when == "call"
         text = getattr(report, "fa_inductor", None)
         if text is not None:
             self.by_test[report.nodeid] = json.loads(text)
@@ -187,7 +211,10 @@ class Reports:
             self.failing = [f for f in self.found if f.rule in self.fail_on and self._is_new(f)]
         if self.folder is not None:
             self._write(self.folder)
-        if self.failing and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        # Tests that ran and compiled nothing have judged nothing.
+        self.is_empty = bool(self.fail_on) and self.ran > 0 and not self.by_test
+        bad = self.failing or self.is_empty
+        if bad and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _is_new(self, finding: Finding) -> bool:
@@ -211,6 +238,8 @@ class Reports:
         say = terminalreporter.write_line
         terminalreporter.section("attention in compiled graphs")
         say(summary(self.data) if self.by_test else "no test has compiled anything")
+        if self.is_empty:
+            say("FAILED: --fa-fail-on is given, and no test has compiled anything to judge")
         counts: dict[str, list[Finding]] = {}
         for each in self.found:
             counts.setdefault(each.rule, []).append(each)

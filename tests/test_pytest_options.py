@@ -58,13 +58,18 @@ def _judged(
     *,
     writes: bool = False,
     status: int = 0,
+    ran: int = 0,
 ) -> Any:
-    """`Reports` at the end of a run whose tests have these reports, and the run's session."""
+    """`Reports` at the end of a run whose tests have these reports, and `ran` more none; and the
+    run's session."""
     file = str(known) if known else None
     reports = Reports(_Config(folder), str(folder / "out"), file, writes, words)  # type: ignore[arg-type]
     for name, data in tests.items():
         result = pytest.TestReport(name, ("", 0, ""), {}, "passed", None, "teardown")
         result.fa_inductor = json.dumps(data)  # type: ignore[attr-defined]
+        reports.pytest_runtest_logreport(result)
+    for number in range(ran):
+        result = pytest.TestReport(f"more {number}", ("", 0, ""), {}, "passed", None, "call")
         reports.pytest_runtest_logreport(result)
     session = _Session()
     session.exitstatus = status
@@ -165,11 +170,13 @@ def _configure(folder: Path, *arguments: str) -> str:
 def test_asked_without_a_compile_it_says_so(tmp_path: Path) -> None:
     """A run that compiles nothing proves nothing, and must not look as if."""
 
-    reports, session = _judged(tmp_path, {}, ("fallback",), None)
-    assert "no test has compiled anything" in _said(reports)
-    assert "nothing was compiled" in (tmp_path / "out/report.md").read_text()
-    assert session.exitstatus == 0
-    assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []
+    for words, ran, status in ((("fallback",), 3, 1), (("fallback",), 0, 0), ((), 3, 0)):
+        reports, session = _judged(tmp_path, {}, words, None, ran=ran)
+        assert "no test has compiled anything" in _said(reports)
+        assert ("FAILED: --fa-fail-on is given" in _said(reports)) == bool(status)
+        assert "nothing was compiled" in (tmp_path / "out/report.md").read_text()
+        assert session.exitstatus == status
+        assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []
 
 
 def test_the_docs_name_options_that_exist() -> None:

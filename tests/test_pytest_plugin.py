@@ -116,6 +116,13 @@ MORE = """
         torch.compile(attend_copied, backend=planning_backend({}, "sm_90a"))(x)
 
 
+    def test_guarded(fa_compile):
+        x = torch.randn(1, 2, 64, 64)
+        x[0, 1] = float("nan")
+        options = {**OPTIONS, "fa.guard": "finite", "fa.on_guard": "error"}
+        fa_compile(Attention(), options=options, finite=False)(x)
+
+
     def test_not_looked_at(fa_compile):
         fa_compile(attend, target="sm_90a", finite=False)(torch.randn(1, 2, 64, 64).bfloat16())
 """
@@ -290,16 +297,17 @@ def test_a_baseline_silences_what_is_old_only(project: Project, tmp_path: Path) 
     assert new.status == 1, new.output
     failed = [line.split()[1] for line in new.output.splitlines() if line.startswith("FAILED")]
     # The fallback is another model's, at the very line of the one that is known.
-    assert Counter(failed) == {"copy": 3, "fallback": 1, "nan": 2, "recompile": 1}
+    assert Counter(failed) == {"copy": 3, "fallback": 1, "nan": 3, "recompile": 1}
     assert "graph-break: 1, 0 new" in new.output
     assert "fallback: 2, 1 new" in new.output
     assert "[test_more.py::test_other_caller]" in new.output
-    assert "nan: 2, 2 new" in new.output
+    assert "nan: 3, 3 new" in new.output
+    assert "the forward of attention " in new.output  # which only the guard has looked at
     assert "output['out'] of attend" in new.output
     assert "output of Endless" in new.output
     results = changed.json("out/report.sarif")["runs"][0]["results"]
     old = [each["ruleId"] for each in results if each["baselineState"] == "unchanged"]
-    assert (sorted(old), len(results)) == (["fallback", "graph-break"], 9)
+    assert (sorted(old), len(results)) == (["fallback", "graph-break"], 10)
     assert "| `recompile` | 1 | 1 |" in (tmp_path / "out/report.md").read_text()
 
 
