@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, dynamo_compat, kernels, torch_compat
+from . import compile_pass, dynamo_compat, jit_monitor, kernels, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
@@ -33,6 +33,7 @@ def fa_inductor(
     """
     with timed_pass():
         config, compiler = _parse(mode, options)
+        jit_monitor.on_jit(config.on_jit)
         # Read before the rewrite, under the flags that the rewrite decides by.
         patches = _with_cache_key(compiler.config, fingerprint(config))
         compile_pass.run(gm, config)
@@ -169,6 +170,7 @@ def register(**options: Any) -> None:
     config = _config(options)
     if _registrations:
         raise OptionError("fa_inductor is registered already; call unregister() first.")
+    jit_monitor.on_jit(config.on_jit)
     registration = _Registration(config)
     registration.install()
     _registrations.append(registration)

@@ -12,6 +12,7 @@ from .errors import OptionError, nearest
 PREFIX = "fa."
 DEFAULT_KERNELS = ("fa4", "cudnn")
 FALLBACK_POLICIES = ("ignore", "warn", "error")
+JIT_POLICIES = ("ignore", "warn", "error")
 ASSUMED_MASKS = ("causal", "full")
 
 
@@ -29,6 +30,9 @@ class Config:
         (those of as many queries as keys: query i sees keys j <= i) or "full" (hides nothing).
         It is then not handed to a kernel, but asserted on its device, once for each mask and
         call, with nothing waiting for it: on CUDA a broken promise is a device-side assertion.
+    on_jit: what to do when from now on, anywhere in this process, a kernel is compiled or a plan
+        is built: "ignore", "warn" (a log line with what was new) or "error" (`JitError`, before
+        it is done). None leaves it as it was; it starts as "ignore".
     mode: an Inductor mode ("reduce-overhead", "max-autotune", ...), because `torch.compile`
         refuses its own `mode=` beside `options=`.
     """
@@ -36,6 +40,7 @@ class Config:
     kernels: tuple[str, ...] = DEFAULT_KERNELS
     on_fallback: str = "warn"
     assume_mask: str | None = None
+    on_jit: str | None = None
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +61,11 @@ class Config:
             raise OptionError(
                 f"fa.assume_mask={self.assume_mask!r}: expected one of {ASSUMED_MASKS} or None."
                 + nearest(str(self.assume_mask), ASSUMED_MASKS)
+            )
+        if self.on_jit not in (None, *JIT_POLICIES):
+            raise OptionError(
+                f"fa.on_jit={self.on_jit!r}: expected one of {JIT_POLICIES} or None."
+                + nearest(str(self.on_jit), JIT_POLICIES)
             )
         if self.mode is not None and not isinstance(self.mode, str):
             raise OptionError(f"fa.mode={self.mode!r}: expected the name of an Inductor mode.")

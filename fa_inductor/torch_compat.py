@@ -45,6 +45,13 @@ def view_as(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
     return _guards._reinterpret_tensor(tensor, size, stride, offset)
 
 
+def view_as_any(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """`view_as` for a fake tensor too."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return view_as(tensor, size, stride, offset)
+    return tensor.detach().as_strided(tuple(size), tuple(stride), tensor.storage_offset() + offset)
+
+
 def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`torch.empty_strided` on the current CUDA device."""
     return _guards._empty_strided_cuda(size, stride, dtype)
@@ -81,6 +88,13 @@ def inductor_option_names() -> list[str]:
     from torch._inductor import config
 
     return list(config.get_config_copy())
+
+
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps what it has compiled."""
+    from torch._inductor.runtime import cache_dir_utils
+
+    return adapted(cache_dir_utils, "cache_dir")()
 
 
 def cpp_compiler() -> str | None:

@@ -33,7 +33,8 @@ ORDER = (
     ("target", "layout"),
     ("support_row",),
     ("support_fa4", "support_cudnn"),
-    ("support", "call_cache"),
+    ("support", "call_cache", "jit_monitor", "object_store"),
+    ("object_cache",),
     ("kernels",),
     ("op_schemas", "op_memory"),
     ("op_checks", "repairs"),
@@ -60,7 +61,7 @@ ORDER = (
 INSIDE = {
     "kernels": (
         ("__init__",),
-        ("reference", "varlen", "masked", "fa4_launch", "cudnn_graph"),
+        ("reference", "varlen", "masked", "fa4_launch", "fa4_objects", "cudnn_graph"),
         ("fa4", "cudnn", "reference_varlen", "reference_masked"),
         ("fa4_varlen", "fa4_masked"),
     ),

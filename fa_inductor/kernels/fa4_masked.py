@@ -19,7 +19,7 @@ from ..errors import DtypeError
 from ..layout import packed_strides
 from ..masked_problem import QUERY_BLOCK, Blocks, Visible, key_block
 from ..problem import Gradients, Inputs, Problem
-from ..torch_compat import view_as
+from ..torch_compat import view_as_any
 from . import fa4
 from .fa4_launch import Repeat, recording
 
@@ -108,7 +108,7 @@ def _expanded(blocks: list[Tensor], inputs: Inputs) -> list[Tensor]:
 
 def _packed(tensor: Tensor) -> Tensor:
     """FA4 looks at the strides of dimensions of size 1 too."""
-    return view_as(tensor, tensor.shape, packed_strides(tensor), 0)
+    return view_as_any(tensor, tensor.shape, packed_strides(tensor), 0)
 
 
 def _arguments(
