@@ -1,11 +1,11 @@
 """FA4's compile caches, backed by a directory (`object_cache.py`).
 
-FA4 looks into `<function>.compile_cache`, compiles what is missing, and puts it there. Each of these
-caches is replaced by one that looks into the directory too; and FA4's name for `cute.compile` by
-one that compiles under the key's lock and keeps the object. So FA4's own calls are served as well.
+FA4 looks into `<function>.compile_cache`, compiles what is missing, and puts it there. Each of
+these caches is replaced by one that looks into the directory too; and FA4's name for `cute.compile`
+by one that compiles under the key's lock and keeps the object. FA4's own calls are served as well.
 
-FA4 has a cache on disk itself, which is off by default. It is not shared safely: several of its keys
-lack the architecture, and none has the number of SMs (flash-attn-4 4.0.0b36, `cache_utils.py`).
+FA4 has a cache on disk itself, off by default. It is not shared safely: several of its keys lack
+the architecture, and none has the number of SMs (flash-attn-4 4.0.0b36, `cache_utils.py`).
 """
 
 from __future__ import annotations
