@@ -22,6 +22,10 @@ _LAZY = {
     "explain": "explaining",
     "Report": "report",
     "collecting": "report",
+    "warm": "warming.warm",
+    "compile_only": "warming.compile_only",
+    "is_compile_only": "warming.compile_only",
+    "use_kernel_cache": "kernels.fa4",
 }
 
 __all__ = [

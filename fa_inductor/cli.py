@@ -12,6 +12,7 @@ import click
 
 from . import __version__
 from .errors import FaInductorError, OptionError
+from .warming import commands
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -67,3 +68,8 @@ def _load(name: str) -> Callable[[], Any]:
         return getattr(module, attribute)
     except AttributeError as missing:
         raise OptionError(f"{name!r}: {module_name} has no {attribute!r}.") from missing
+
+
+main.add_command(commands.warm_command(_load))
+main.add_command(commands.cache)
+main.add_command(commands.bundle)

@@ -8,8 +8,10 @@ Importing this module does not import Dynamo or Inductor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -69,6 +71,40 @@ def metadata_guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | No
         *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
     )
     return guard.check
+
+
+def fake_tensors(**options: Any) -> Any:
+    """A `FakeTensorMode`; real tensors may take part, unless `options` say otherwise."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**{"allow_non_fake_inputs": True, **options})
+
+
+@contextmanager
+def fake_modules() -> Iterator[None]:
+    """Inside, `module.to(...)` gives fake modules new parameters: PyTorch would swap their memory,
+    which it refuses for fake ones that are in use. Parameters that were shared are not afterwards.
+    """
+    adapted(torch.nn.Module, "_apply")
+
+    def apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for each in module.modules() if recurse else (module,):
+            for name, parameter in each._parameters.items():
+                if parameter is not None:
+                    new = fn(parameter.detach())
+                    each._parameters[name] = torch.nn.Parameter(new, parameter.requires_grad)
+            each._buffers.update({n: fn(b) for n, b in each._buffers.items() if b is not None})
+        return module
+
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
+        yield
+
+
+def without_dispatch_modes() -> Any:
+    """A context in which no `TorchDispatchMode` is active."""
+    from torch.utils import _python_dispatch
+
+    return adapted(_python_dispatch, "_disable_current_modes")()
 
 
 # --- Inductor's options -------------------------------------------------------------------

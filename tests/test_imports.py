@@ -54,11 +54,21 @@ ORDER = (
     ("report",),
     ("compile_pass", "fingerprint"),
     ("explaining", "backend"),
+    ("warming",),
     ("doctor", "matrix", "demo"),
     ("cli",),
     ("__main__",),
 )
 INSIDE = {
+    "warming": (
+        ("__init__",),
+        ("jobs", "targets"),
+        ("op_jobs", "compiling"),
+        ("record", "compile_only"),
+        ("tracing", "pytest_compile_only", "worker", "bundle"),
+        ("warm",),
+        ("commands",),
+    ),
     "kernels": (
         ("__init__",),
         ("reference", "varlen", "masked", "fa4_launch", "fa4_objects", "cudnn_graph"),
@@ -95,6 +105,7 @@ FOLDERS = {
     "": PACKAGE,
     "kernels": PACKAGE / "kernels",
     "masks": PACKAGE / "masks",
+    "warming": PACKAGE / "warming",
     "patterns": Path(patterns.__file__).parent,
 }
 SOURCES = {

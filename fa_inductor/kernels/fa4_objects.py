@@ -11,6 +11,7 @@ the architecture, and none has the number of SMs (flash-attn-4 4.0.0b36, `cache_
 from __future__ import annotations
 
 import ast
+import enum
 import functools
 import hashlib
 import importlib.metadata
@@ -169,13 +170,15 @@ def load(path: Path) -> Any:
 def canonical(key: Any) -> str | None:
     """A key as text that is the same in every process and Python version; None for one with a
     part of which that is not known."""
-    if key is None or isinstance(key, (bool, int, float, str)):
+    if key is None or type(key) in (bool, int, float, str):
         return repr(key)
     if isinstance(key, tuple):
         parts = [canonical(part) for part in key]
         return None if None in parts else "({})".format(", ".join(part or "" for part in parts))
     if isinstance(key, torch.dtype):
         return str(key)
+    if isinstance(key, enum.Enum):
+        return f"{type(key).__qualname__}.{key.name}"
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
     return None

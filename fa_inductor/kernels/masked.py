@@ -20,7 +20,7 @@ import importlib
 from typing import Any
 
 from ..errors import UnknownKernelError
-from . import check_known
+from . import check_known, recorded
 
 MODULES = {
     "fa4": "fa_inductor.kernels.fa4_masked",
@@ -41,4 +41,4 @@ def check_masked(name: str) -> None:
 def load(name: str) -> Any:
     """The module for the kernel called `name`. Raises `UnknownKernelError`."""
     check_masked(name)
-    return importlib.import_module(MODULES[name])
+    return recorded(name, importlib.import_module(MODULES[name]), "masked")
