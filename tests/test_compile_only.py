@@ -1,0 +1,168 @@
+"""`compile_only()`: where it is active, what it answers, and that it compiles without launching."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+import fa_inductor
+from fa_inductor.errors import CompileOnlyError, UnknownTargetError
+from fa_inductor.warming import compile_only as module
+from fa_inductor.warming.jobs import Job
+
+compile_only = module.compile_only
+TARGET = "sm_90a"
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
+    """What would be compiled; FA4 is not asked."""
+    seen: list[Job] = []
+    monkeypatch.setattr(module, "compile_job", seen.append)
+    monkeypatch.setattr(module, "planned_for", lambda target: contextlib.nullcontext())
+    yield seen
+    assert compile_only.depth == 0
+
+
+def where() -> tuple[bool, bool, int]:
+    return fa_inductor.is_compile_only(), compile_only.active, compile_only.depth
+
+
+def test_it_nests_and_counts(jobs: list[Job]) -> None:
+    assert where() == (False, False, 0)
+    with compile_only(TARGET):
+        assert where() == (True, True, 1)
+        with compile_only():
+            assert where() == (True, True, 2)
+        assert where() == (True, True, 1)
+        assert isinstance(torch.empty(1), FakeTensor)
+    assert where() == (False, False, 0)
+    assert not isinstance(torch.empty(1), FakeTensor)
+
+
+def test_an_exception_restores_the_exact_depth(jobs: list[Job]) -> None:
+    with compile_only(TARGET):
+        with pytest.raises(ZeroDivisionError), compile_only(), compile_only():
+            raise ZeroDivisionError
+        assert compile_only.depth == 1
+    with pytest.raises(ZeroDivisionError), compile_only(TARGET):
+        raise ZeroDivisionError
+    with pytest.raises(UnknownTargetError), compile_only("sm_42"):
+        pass
+    assert where() == (False, False, 0)
+    assert not isinstance(torch.empty(1), FakeTensor)
+
+
+def test_other_threads_are_not_inside(jobs: list[Job]) -> None:
+    seen = []
+    with compile_only(TARGET):
+        thread = threading.Thread(target=lambda: seen.append((where(), type(torch.empty(1)))))
+        thread.start()
+        thread.join()
+    assert seen == [((False, False, 0), torch.Tensor)]
+
+
+def test_tasks_count_for_themselves(jobs: list[Job]) -> None:
+    seen = {}
+
+    async def inside() -> None:
+        with compile_only(TARGET):
+            with compile_only():
+                await asyncio.sleep(0)
+                seen["inside"] = compile_only.depth
+            seen["after"] = compile_only.depth
+
+    async def outside() -> None:
+        await asyncio.sleep(0)
+        seen["outside"] = compile_only.depth
+
+    async def both() -> None:
+        await asyncio.gather(inside(), outside())
+
+    asyncio.run(both())
+    assert seen == {"inside": 2, "outside": 0, "after": 1}
+
+
+@pytest.mark.parametrize("name", ["active", "depth", "anything"])
+def test_its_state_cannot_be_assigned(name: str) -> None:
+    with pytest.raises(CompileOnlyError, match="follows `with compile_only"):
+        setattr(compile_only, name, 1)
+
+
+def test_a_target_must_be_named_without_a_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(CompileOnlyError, match="must be named"), compile_only():
+        pass
+
+
+def test_values_are_one(jobs: list[Job]) -> None:
+    with compile_only(TARGET):
+        assert torch.zeros(3).sum().item() == 1.0
+        assert (float(torch.zeros(())), int(torch.zeros((), dtype=torch.int32))) == (1.0, 1)
+        assert torch.zeros((), dtype=torch.bool).item() is True
+        assert isinstance(torch.zeros((), dtype=torch.int64).item(), int)
+        assert torch.zeros(2, 2, dtype=torch.int64).tolist() == [[1, 1], [1, 1]]
+
+
+def test_the_fake_mode_can_be_the_callers(jobs: list[Job]) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode, compile_only(TARGET, fake=False):
+        assert torch.empty(1).fake_mode is mode  # type: ignore[attr-defined]
+    with compile_only(TARGET, allow_non_fake_inputs=False):
+        assert not torch.empty(1).fake_mode.allow_non_fake_inputs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_op_is_compiled_for_forward_and_backward(jobs: list[Job], device: str) -> None:
+    with compile_only(TARGET):
+        q = torch.empty(2, 8, 100, 64, dtype=torch.bfloat16, device=device)
+        arguments = (q, q, q, None, "none", "BSHD", False, "fa4")
+        out, lse = torch.ops.fa_inductor.attention(*arguments)
+        if device == "cpu":  # autograd does not run on CUDA in a CPU build of PyTorch
+            q.requires_grad_()
+            out, lse = torch.ops.fa_inductor.attention(*arguments)
+            (out.sum() + lse.sum()).backward()
+    assert (out.shape, lse.shape) == ((2, 8, 100, 64), (2, 8, 100))
+    assert [(job.backward, job.lse_grad) for job in jobs[-2:]] == (
+        [(False, False), (True, True)] if device == "cpu" else [(False, False)]
+    )
+
+
+def test_all_lengths_are_compiled_where_asked(jobs: list[Job]) -> None:
+    with compile_only(TARGET, all_lengths=True):
+        q = torch.empty(2, 8, 100, 64, dtype=torch.bfloat16)
+        torch.ops.fa_inductor.attention(q, q, q, None, "none", "BSHD", False, "fa4")
+    assert {(100, 100), (1, 1), (128, 128), (8192, 8192)} <= {job.lengths for job in jobs}
+
+
+def test_fa4_compiles_once_and_launches_nothing(tmp_path: Path) -> None:
+    """The real one, in its own process."""
+    pytest.importorskip("flash_attn.cute")
+    child = Path(__file__).with_name("compile_only_child.py")
+    environment = {**os.environ, "FA_INDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(child), TARGET]
+    ran = [
+        subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        for _ in range(2)
+    ]
+    assert all(each.returncode == 0 for each in ran), ran[-1].stderr
+    cold, warm = (json.loads(each.stdout) for each in ran)
+    assert cold[:3] == [1, 1, 1]
+    assert warm[:3] == [1, 0, 0]
+    assert cold[3] == [1, 1.0, 1, True, [1.0, 1.0, 1.0]]
+    assert "cannot compile for sm_120a in this process" in cold[4]
+    (entry,) = tmp_path.glob("fa4-sm_90a-132sms-*/flash_attn_fwd/*.o")
+    assert entry.stat().st_size > 10_000
