@@ -36,7 +36,11 @@ def fa_inductor(
         jit_monitor.on_jit(config.on_jit)
         # Read before the rewrite, under the flags that the rewrite decides by.
         patches = _with_cache_key(compiler.config, fingerprint(config))
-        compile_pass.run(gm, config)
+        only = compile_pass.rewritten_only.get()
+        compile_pass.run(gm, config, only.target if only else None)
+    if only is not None:
+        only.graphs += 1
+        return gm.forward
     return torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
 
 

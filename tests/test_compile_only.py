@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 import fa_inductor
+from fa_inductor import compile_pass
 from fa_inductor.errors import CompileOnlyError, UnknownTargetError
 from fa_inductor.warming import compile_only as module
 from fa_inductor.warming.jobs import Job
@@ -146,6 +148,24 @@ def test_all_lengths_are_compiled_where_asked(jobs: list[Job]) -> None:
         q = torch.empty(2, 8, 100, 64, dtype=torch.bfloat16)
         torch.ops.fa_inductor.attention(q, q, q, None, "none", "BSHD", False, "fa4")
     assert {(100, 100), (1, 1), (128, 128), (8192, 8192)} <= {job.lengths for job in jobs}
+
+
+def test_a_compiled_function_is_rewritten_inside_and_made_anew_outside(jobs: list[Job]) -> None:
+    options = {"fa.kernels": ("fa4",)}
+
+    @torch.compile(backend="fa_inductor", options=options, fullgraph=True)
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    with compile_only(TARGET):
+        q = torch.empty(1, 4, 256, 64, dtype=torch.bfloat16, requires_grad=True)
+        out = attend(q)
+        out.backward(torch.empty_like(out))
+    assert [job.backward for job in jobs] == [False, True]
+    assert compile_pass.rewritten_only.get() is None
+    real = torch.randn(1, 4, 256, 64)
+    expected = F.scaled_dot_product_attention(real, real, real, is_causal=True)
+    torch.testing.assert_close(attend(real), expected)
 
 
 def test_fa4_compiles_once_and_launches_nothing(tmp_path: Path) -> None:

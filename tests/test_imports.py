@@ -62,7 +62,7 @@ ORDER = (
 INSIDE = {
     "warming": (
         ("__init__",),
-        ("jobs", "targets"),
+        ("jobs", "targets", "no_gpu"),
         ("op_jobs", "compiling"),
         ("record", "compile_only"),
         ("tracing", "pytest_compile_only", "worker", "bundle"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import jit_monitor
+from .. import compile_pass, jit_monitor
 from ..errors import CompileOnlyError, FaInductorError
 from ..target import Target
 from ..torch_compat import fake_tensors
@@ -30,6 +30,8 @@ class _CompileOnly:
 
     Inside, tensors are fake: they have no memory and no values. `.item()`, `.tolist()`, `int(t)`
     and `float(t)` answer 1 (1.0, True), so that set-up code which asks for a size gets on.
+    `torch.compile(model, backend="fa_inductor")` works inside too: the graph runs as rewritten,
+    without Inductor, and Dynamo is reset afterwards.
     Kernels go to the directory of `fa-inductor cache`, for each length or, with `all_lengths`, for
     every class of lengths at once.
 
@@ -87,6 +89,7 @@ def _entered(
         with ExitStack() as stack:
             if outermost:
                 named = None if target is None else Target.of_name(target)
+                stack.enter_context(_without_inductor(named))
                 stack.enter_context(planned_for(named))
                 stack.enter_context(jit_monitor.allowed())
                 if fake:
@@ -95,6 +98,19 @@ def _entered(
             yield
     finally:
         _depth.reset(token)
+
+
+@contextmanager
+def _without_inductor(target: Target | None) -> Iterator[None]:
+    """What `torch.compile` makes inside is only for inside."""
+    state = compile_pass.RewrittenOnly(target)
+    token = compile_pass.rewritten_only.set(state)
+    try:
+        yield
+    finally:
+        compile_pass.rewritten_only.reset(token)
+        if state.graphs:
+            torch._dynamo.reset()
 
 
 def _compile(job: Job, all_lengths: bool) -> None:
@@ -116,6 +132,11 @@ class Seeing(TorchDispatchMode):
     def __init__(self, see: Callable[[Job], None]) -> None:
         super().__init__()
         self.see = see
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo compiles under modes of this kind only."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,14 +1,16 @@
 """A pytest plugin: `pytest --compile-only` compiles the kernels of GPU tests and runs none.
 
-Tests that take the fixture `fa_device` make their tensors there. With `--compile-only` they run
-inside `compile_only()`, where nothing has a value: comparisons by `torch.testing.assert_close` are
-skipped, and a test ends, as skipped, at the first other assertion that does not hold. Tests without
-the fixture are not run.
+Tests that take the fixture `fa_device`, or have it through another, run inside `compile_only()`,
+where nothing has a value; on a machine without a GPU, what they make on CUDA is made on the CPU.
+`torch.testing.assert_close` compares nothing, and a test ends, as skipped, at the first error.
+`python -O -m pytest --assert=plain --compile-only` has no assertions, and so gets further.
+Tests without the fixture are not run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -31,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
-    if not config.getoption("--compile-only"):
+    if not is_compile_only(config):
         return
     left = [item for item in items if "fa_device" not in getattr(item, "fixturenames", ())]
     config.hook.pytest_deselected(items=left)
@@ -43,30 +45,39 @@ def fa_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where a test makes its tensors: the GPU; with `--compile-only` fake tensors, on the CPU
     where there is no GPU."""
     on_gpu = torch.cuda.is_available()
-    if not request.config.getoption("--compile-only"):
-        yield torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if not is_compile_only(request.config):
+        yield device
         return
     from .compile_only import compile_only
+    from .no_gpu import without_gpu
 
     target = None if on_gpu else request.config.getoption("--compile-only-target")
     with (
         compile_only(target),
+        nullcontext() if on_gpu else without_gpu(),
         mock.patch.object(torch.testing, "assert_close"),
     ):
-        yield torch.device("cuda" if on_gpu else "cpu")
+        yield device
+
+
+def is_compile_only(config: pytest.Config) -> bool:
+    """Whether tests are run with `--compile-only`."""
+    return bool(config.getoption("--compile-only", default=False))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     outcome: Any = yield
-    if not item.config.getoption("--compile-only") or outcome.excinfo is None:
-        return
-    if issubclass(outcome.excinfo[0], AssertionError):
-        outcome.force_exception(pytest.skip.Exception("compiled only: nothing has a value"))
+    if is_compile_only(item.config) and outcome.excinfo is not None:
+        kind, error, _ = outcome.excinfo
+        if issubclass(kind, Exception):
+            why = f"compiled only, up to {kind.__name__}: {str(error)[:200]}"
+            outcome.force_exception(pytest.skip.Exception(why))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if config.getoption("--compile-only"):
+    if is_compile_only(config):
         from ..jit_monitor import stats
 
         counts = stats()
