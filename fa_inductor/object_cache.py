@@ -22,6 +22,8 @@ from .object_store import QUARANTINE, Entry, Store
 DIRECTORY = "FA_INDUCTOR_CACHE_DIR"
 SWITCH = "FA_INDUCTOR_CACHE"
 
+_ABANDONED = 3600.0  # seconds after which nobody is still writing a file
+
 
 def root() -> Path:
     """The directory of all stores."""
@@ -71,7 +73,7 @@ class Removed:
 
 def prune(max_bytes: int | None = None, max_days: float | None = None) -> Removed:
     """Remove objects not used for `max_days`, then the longest unused ones until all stores
-    together have at most `max_bytes`; and everything that was put aside."""
+    together have at most `max_bytes`; and what was put aside or left half written."""
     found = [(store, entry) for store in stores() for entry in store.entries()]
     found.sort(key=lambda pair: pair[1].last_used)
     total = sum(entry.size for _, entry in found)
@@ -87,6 +89,9 @@ def prune(max_bytes: int | None = None, max_days: float | None = None) -> Remove
     for store_of in stores():
         for path in (store_of.folder / QUARANTINE).glob("*"):
             path.unlink(missing_ok=True)
+        for path in store_of.folder.glob("*/.*"):  # a killed process was writing it
+            if path.stat().st_mtime < time.time() - _ABANDONED:
+                path.unlink(missing_ok=True)
     return Removed(objects, removed)
 
 

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from fa_inductor import object_cache
+from fa_inductor import object_cache, object_store
 from fa_inductor.object_store import QUARANTINE, Store
 
 ENVIRONMENT = {"arch": "sm_90a", "sms": "132", "cuda": "13"}
 
 _CHILD = """
-import os, sys, time
+import importlib.util, os, sys, time
 from pathlib import Path
-from fa_inductor.object_store import Store
+spec = importlib.util.spec_from_file_location("object_store", sys.argv[4])  # without PyTorch
+sys.modules["object_store"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+Store = module.Store
 folder, keys, pause = Path(sys.argv[1]), sys.argv[2].split(","), float(sys.argv[3])
 store = Store(folder, {"arch": "sm_90a"})
 def write(path):
@@ -51,7 +54,7 @@ def add(store: Store, key: str, data: bytes = b"object") -> Path:
 
 
 def child(folder: Path, keys: str, pause: float = 0.05) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _CHILD, str(folder), keys, str(pause)]
+    command = [sys.executable, "-c", _CHILD, str(folder), keys, str(pause), object_store.__file__]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -175,7 +178,13 @@ def test_prune_removes_by_age_then_the_longest_unused(root: Path) -> None:
     assert object_cache.prune(max_days=2.5).objects == 1
     assert object_cache.prune(max_bytes=16) == object_cache.Removed(1, 8)
     assert sorted(entry.fields["d"] for entry in store.entries()) == ["c", "d"]
+    half = store.folder / "fwd" / ".half.o"
+    half.touch()
     assert object_cache.prune() == object_cache.Removed(0, 0)
+    assert half.exists()
+    os.utime(half, (0, time.time() - 7200))
+    object_cache.prune()
+    assert not half.exists()
 
 
 def test_verify_puts_damaged_objects_aside(root: Path) -> None:

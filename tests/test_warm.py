@@ -280,11 +280,10 @@ def test_pytest_compile_only(root: Path, tmp_path: Path) -> None:
     plugin = "fa_inductor.warming.pytest_compile_only"
     command = [sys.executable, "-m", "pytest", "-p", plugin, "--compile-only", str(tmp_path)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    for compiled in (1, 0):
-        ran = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
-        )
-        assert ran.returncode == 0, ran.stdout
-        assert "1 skipped, 1 deselected" in ran.stdout
-        assert f"compiled only: {compiled} kernels" in ran.stdout
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert "1 skipped, 1 deselected" in ran.stdout
+    assert "compiled only: 1 kernels" in ran.stdout
     assert len(list(root.glob("fa4-sm_90a-*/flash_attn_fwd/*.o"))) == 1
