@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_inductor import mask_blocks, masked_ops, ops
 from fa_inductor.errors import FaInductorError
-from fa_inductor.kernels import masked
+from fa_inductor.kernels.variants import MASKED
 from fa_inductor.masked_problem import QUERY_BLOCK, key_block
 
 # Takes a set of inputs; gives out, and after a backward the gradients of q, k and v.
@@ -77,7 +77,7 @@ def _under_autograd(forward: Callable[..., Tensor], backward: bool) -> Call:
 
 def _ours(kernel: str) -> Callable[[Shape, bool], Call]:
     def build(shape: Shape, backward: bool) -> Call:
-        if shape.bias in MASKS and kernel in masked.MODULES:
+        if shape.bias in MASKS and kernel in MASKED.modules:
             return _masked(kernel, shape, backward)
         scale, causal = shape.dims[0] ** -0.5, shape.causal
         ends = (shape.dropout, shape.window, None if shape.window is None else 0, 0.0)

@@ -26,6 +26,7 @@ _LAZY = {
     "compile_only": "warming.compile_only",
     "is_compile_only": "warming.compile_only",
     "use_kernel_cache": "kernels.fa4",
+    "probe": "probing.probe",
 }
 
 __all__ = [

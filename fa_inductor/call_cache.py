@@ -58,22 +58,31 @@ class Calls(threading.local):
         forget_at_exit(self.by_key)
         forget_at_exit(self.recent)
 
-    def find(self, scalars: Hashable, given: Sequence[Tensor | None]) -> Call | None:
-        """The call for these arguments and tensors of this metadata.
+    def ready(
+        self, scalars: Hashable, given: Sequence[Tensor | None]
+    ) -> tuple[Callable[..., None], list[Tensor]] | None:
+        """What does the call for these arguments and tensors of this metadata again, and memory for
+        its results.
 
-        The last one of the same scalars is tried first: PyTorch compares metadata several times
-        faster than a key of it can be made.
+        None when it needs the long way. It counts as repeated: the caller does it. The last one of
+        the same scalars is tried first: PyTorch compares metadata several times faster than a key
+        of it can be made.
         """
-        recent = self.recent.get(scalars)
-        if recent is not None and recent.guard is not None and recent.guard(*given):
-            recent.used = True
-            return recent
-        key = (scalars, metadata(given))
-        call = self.by_key.get(key)
-        if call is not None:
+        call = self.recent.get(scalars)
+        if call is not None and call.guard is not None and call.guard(*given):
+            call.used = True
+        else:
+            key = (scalars, metadata(given))
+            call = self.by_key.get(key)
+            if call is None:
+                return None
             self.by_key.move_to_end(key)
             self.recent[scalars] = call
-        return call
+        made = call.allocate(given)
+        if made is None:
+            return None
+        self.repeated += 1
+        return call.repeat, made
 
     def add(self, scalars: Hashable, given: Sequence[Tensor | None], call: Call) -> None:
         key = (scalars, metadata(given))

@@ -45,6 +45,42 @@ def explain(make: str, target: str | None, kernels: str, json_file: Path | None)
 
 
 @main.command()
+@click.argument("functions", nargs=-1)
+@click.option("--lengths", help="Sequence lengths, separated by commas.")
+@click.option("--ways", help="eager, compiled, dynamic, reduce-overhead, cuda graph, ...")
+@click.option("--data", default="normal", show_default=True, help="Kinds of data, or all.")
+@click.option("--backend", default="fa_inductor", show_default=True, help="Of torch.compile.")
+@click.option("--not-causal", is_flag=True, help="FUNCTIONS compute attention without a mask.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder for JSON, PNG, scripts.")
+@click.option("--self-test", is_flag=True, help="Find faults that are known to be there.")
+def probe(
+    functions: tuple[str, ...],
+    lengths: str | None,
+    ways: str | None,
+    data: str,
+    backend: str,
+    not_causal: bool,
+    output: Path | None,
+    self_test: bool,
+) -> None:
+    """Run attention over lengths and ways and judge every cell: FUNCTIONS are kernels ("fa4",
+    "core") or `package.module:function` of (q, k, v). Exit status 1 if a cell is bad."""
+    from .probing import console
+
+    try:
+        if self_test:
+            sys.exit(console.run_self_test())
+        subjects = [_load(name) if ":" in name else name for name in functions]
+        sys.exit(
+            console.run(
+                subjects, lengths, ways, data, backend, causal=not not_causal, output=output
+            )
+        )
+    except FaInductorError as error:
+        raise click.ClickException(str(error)) from error
+
+
+@main.command()
 def doctor() -> None:
     """Versions, the GPU, and what each kernel can run here."""
     from rich.console import Console

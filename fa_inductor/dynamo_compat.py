@@ -115,6 +115,14 @@ def compile_isolated(fn: Callable[..., Any], backend: Callable[..., Any]) -> Cal
     return torch.compile(fn, backend=backend, **options)
 
 
+def backend_named(name: str) -> Callable[..., Any]:
+    """The function behind `torch.compile(backend=name)`."""
+    from torch._dynamo.backends import registry
+
+    found: Callable[..., Any] = adapted(registry, "lookup_backend")(name)
+    return found
+
+
 @contextmanager
 def untouched_dynamo() -> Iterator[None]:
     """Undo what compiling inside leaves in Dynamo: cache entries, shape profile, counters.

@@ -75,6 +75,10 @@ class CoverageError(FaInductorError, AssertionError):
     """`Report.assert_coverage` or `Report.assert_no_graph_breaks` did not hold."""
 
 
+class ProbeError(FaInductorError, AssertionError):
+    """`ProbeResult.assert_right` did not hold."""
+
+
 class AdapterError(FaInductorError, RuntimeError):
     """A private PyTorch interface that `torch_compat` adapts is no longer there."""
 

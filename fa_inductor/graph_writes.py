@@ -76,12 +76,12 @@ def _is_making(writers: Sequence[fx.Node], storage: int) -> bool:
 
 
 def storages(value: Any) -> Iterator[int]:
-    """The memory behind a value of the graph."""
+    """The memory behind a value of the graph, of all tensors where it is several."""
     example = value.meta.get("example_value") if isinstance(value, fx.Node) else value
     if isinstance(example, torch.Tensor) and example.layout == torch.strided:
         yield example.untyped_storage()._cdata
-    elif isinstance(value, (tuple, list)):
-        for each in value:
+    elif isinstance(example, (tuple, list)):
+        for each in example:
             yield from storages(each)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .errors import DtypeError, ShapeError
-from .op_schemas import NAMESPACE, define, library
+from .op_schemas import define, implement
 
 mask_blocks = define(
     "mask_blocks",
@@ -46,10 +46,4 @@ def _check(count: Tensor) -> None:
         raise DtypeError(f"count must be int32, got {count.dtype}.")
 
 
-def _register() -> None:
-    for key in ("CPU", "CUDA"):
-        library.impl("mask_blocks", _real, key)
-    torch.library.register_fake(f"{NAMESPACE}::mask_blocks", _fake, lib=library)
-
-
-_register()
+implement("mask_blocks", _real, _fake)

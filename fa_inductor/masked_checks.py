@@ -12,7 +12,7 @@ from .masked_problem import QUERY_BLOCK, Blocks, MaskedCall, blocks_in, key_bloc
 
 def check_call(call: MaskedCall) -> None:
     """Raise unless the metadata and the arguments form a masked attention problem."""
-    op_checks.check_inputs(call.inputs, call.problem, call.out_order)
+    op_checks.check_inputs(call.inputs.dense, call.problem, call.out_order)
     wanted = mask_text.tensors_in(call.mask)
     if len(call.mask_tensors) != wanted:
         raise ShapeError(
@@ -62,7 +62,7 @@ def check_gradient(
 ) -> None:
     """`check_call`, and that the `saved` (out, lse) and their gradients fit."""
     check_call(call)
-    op_checks.check_gradient(call.inputs, call.problem, grad_out, grad_lse, *saved)
+    op_checks.check_gradient(call.inputs.dense, call.problem, grad_out, grad_lse, *saved)
     if len(call.blocks) != 8:
         raise ShapeError("The gradient of a masked attention needs the blocks by key too, got 4.")
 

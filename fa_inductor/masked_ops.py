@@ -18,112 +18,17 @@ A row without a visible key gives 0, lse -inf (the sink's logit with a sink), an
 
 from __future__ import annotations
 
-from typing import Any
+from .masked_calls import MASKED
+from .variant_ops import register
 
-import torch
-from torch import Tensor
-
-from . import masked_calls, masked_checks, op_autograd, torch_compat
-from .kernels import masked
-from .masked_problem import MaskedCall
-from .op_schemas import NAMESPACE, define, library
-
-_MASK = "str mask, Tensor[] mask_tensors, Tensor[] blocks, float? scale, "
-_EXTRAS = "Tensor? sink=None, float softcap=0.0"
-_FORWARD = (
-    f"(Tensor q, Tensor k, Tensor v, {_MASK}str out_order, bool deterministic, str kernel, "
-    f"{_EXTRAS}) -> (Tensor out, Tensor lse)"
+(
+    attention_masked,
+    attention_masked_forward,
+    attention_masked_backward,
+    attention_masked_gradients,
+) = register(
+    MASKED,
+    "str mask, Tensor[] mask_tensors, Tensor[] blocks, float? scale",
+    ", str out_order",
+    "Tensor? sink=None, float softcap=0.0",
 )
-_BACKWARD = (
-    "(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_MASK}bool deterministic, str kernel, bool sink_grad, {_EXTRAS}) -> "
-    "(Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sink)"
-)
-
-attention_masked = define("attention_masked", _FORWARD)
-attention_masked_forward = define("attention_masked_forward", _FORWARD)
-attention_masked_backward = define("attention_masked_backward", _BACKWARD)
-attention_masked_gradients = define("attention_masked_gradients", _BACKWARD)
-
-_SINK = MaskedCall._fields.index("sink")
-
-
-def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = MaskedCall(*args)
-    masked_checks.check_call(call)
-    masked.check_masked(call.kernel)
-    return masked_checks.outputs(call)
-
-
-def _gradients_fake(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: str,
-    mask_tensors: list[Tensor],
-    blocks: list[Tensor],
-    scale: float | None,
-    deterministic: bool,
-    kernel: str,
-    sink_grad: bool,
-    *extras: Any,
-) -> tuple[Tensor, ...]:
-    numbers = (mask, mask_tensors, blocks, scale, "BSHD", deterministic, kernel)
-    call = MaskedCall(q, k, v, *numbers, *extras)
-    masked_checks.check_gradient(call, grad_out, grad_lse, out, lse)
-    masked.check_masked(call.kernel)
-    return masked_checks.gradients(call, sink_grad)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    call = MaskedCall(*inputs)
-    read, blocks = call.mask_tensors, call.blocks
-    ctx.save_for_backward(*call[:3], *output, call.sink, *read, *blocks)
-    ctx.mask, ctx.read = call.mask, len(read)
-    ctx.numbers = (call.scale, call.deterministic, call.kernel)
-    ctx.softcap = call.softcap
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    count = len(ctx.needs_input_grad)  # of the arguments that were given
-    if grad_out is None and grad_lse is None:
-        return (None,) * count
-    q, k, v, out, lse, sink, *others = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = torch.zeros_like(out)
-    sink_grad = count > _SINK and ctx.needs_input_grad[_SINK]
-    made = attention_masked_backward(
-        *(grad_out, grad_lse, q, k, v, out, lse, ctx.mask, others[: ctx.read], others[ctx.read :]),
-        *(*ctx.numbers, sink_grad, sink, ctx.softcap),
-    )
-    grads: list[Any] = [*made[:3], *(None,) * (_SINK - 3), made[3] if sink_grad else None]
-    grads[4:6] = [None] * ctx.read, [None] * (len(others) - ctx.read)  # one for each of a list
-    return (*grads, *(None,) * count)[:count]
-
-
-def _register() -> None:
-    real_and_fake: dict[str, tuple[Any, Any]] = {
-        "attention_masked": (masked_calls.attention_masked_forward, _forward_fake),
-        "attention_masked_forward": (masked_calls.attention_masked_forward, _forward_fake),
-        "attention_masked_backward": (masked_calls.attention_masked_gradients, _gradients_fake),
-        "attention_masked_gradients": (masked_calls.attention_masked_gradients, _gradients_fake),
-    }
-    for name, (real, fake) in real_and_fake.items():
-        for key in ("CPU", "CUDA"):
-            library.impl(name, real, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    kernel = torch_compat.autograd_kernel(attention_masked_forward, _setup_context, _differentiate)
-    forward = op_autograd.refusing(attention_masked_forward, kernel, "attention_masked")
-    backward = op_autograd.without_derivative(
-        attention_masked_gradients, "attention_masked_backward"
-    )
-    library.impl("attention_masked", forward, "Autograd", with_keyset=True)
-    library.impl("attention_masked_backward", backward, "Autograd", with_keyset=True)
-
-
-_register()

@@ -56,6 +56,20 @@ class Visible(NamedTuple):
     by_key: Blocks | None
 
 
+class MaskedInputs(NamedTuple):
+    """The inputs; q, k, v and sink as in `fa_inductor.problem.Inputs`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Visible
+    sink: Tensor | None = None
+
+    @property
+    def dense(self) -> Inputs:
+        return Inputs(self.q, self.k, self.v, sink=self.sink)
+
+
 class MaskedCall(NamedTuple):
     """A call of `attention_masked`, its arguments in their order."""
 
@@ -73,8 +87,15 @@ class MaskedCall(NamedTuple):
     softcap: float = 0.0
 
     @property
-    def inputs(self) -> Inputs:
-        return Inputs(self.q, self.k, self.v, sink=self.sink)
+    def inputs(self) -> MaskedInputs:
+        by_query, by_key = self.blocks[:4], self.blocks[4:]
+        visible = Visible(
+            self.mask,
+            tuple(self.mask_tensors),
+            Blocks(*by_query),
+            Blocks(*by_key) if by_key else None,
+        )
+        return MaskedInputs(self.q, self.k, self.v, visible, self.sink)
 
     @property
     def problem(self) -> Problem:
@@ -82,17 +103,12 @@ class MaskedCall(NamedTuple):
         return Problem(scale, softcap=self.softcap, deterministic=self.deterministic)
 
     @property
-    def visible(self) -> Visible:
-        by_query, by_key = self.blocks[:4], self.blocks[4:]
-        return Visible(
-            self.mask,
-            tuple(self.mask_tensors),
-            Blocks(*by_query),
-            Blocks(*by_key) if by_key else None,
-        )
-
-    @property
     def scores(self) -> tuple[Dim, Dim, Dim, Dim]:
         """(B, Hq, Sq, Sk)."""
         batch, heads, queries, _ = self.q.shape
         return batch, heads, queries, self.k.shape[2]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query or no key."""
+        return 0 in self.scores

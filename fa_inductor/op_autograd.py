@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +67,23 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return (*grads, *(None,) * count)[:count]
 
 
-def without_derivative(op: Any, name: str) -> Any:
+def differentiable(
+    name: str, setup_context: Callable[..., None], differentiate: Callable[..., Any]
+) -> None:
+    """Put the Autograd kernels of `name` and `name`_backward into the ops' library.
+
+    setup_context, differentiate: as `torch.library.register_autograd` takes them.
+    """
+    op = getattr(torch.ops.fa_inductor, f"{name}_forward").default
+    kernel = torch_compat.autograd_kernel(op, setup_context, differentiate)
+    op_schemas.library.impl(name, _refusing(op, kernel, name), "Autograd", with_keyset=True)
+    _without_derivative(name)
+
+
+def _without_derivative(name: str, ending: str = "") -> None:
     """The Autograd kernel of a gradient op: the op, and an error instead of its derivative."""
+    op = getattr(torch.ops.fa_inductor, f"{name}_gradients{ending}").default
+    name = f"{name}_backward"
 
     def differentiate_twice(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         raise DerivativeError(
@@ -76,10 +92,11 @@ def without_derivative(op: Any, name: str) -> Any:
         )
 
     kernel = torch_compat.autograd_kernel(op, lambda ctx, inputs, output: None, differentiate_twice)
-    return refusing(op, kernel, name)
+    checked = _refusing(op, kernel, name)
+    op_schemas.library.impl(name + ending, checked, "Autograd", with_keyset=True)
 
 
-def refusing(op: Any, kernel: Any, name: str) -> Any:
+def _refusing(op: Any, kernel: Any, name: str) -> Any:
     """The Autograd kernel, refusing by name what PyTorch would get wrong or explain badly.
 
     Forward-mode derivatives of an op without a formula would silently be zero. Where no
@@ -122,17 +139,9 @@ def _cast_under_autocast(device_type: str, key: torch._C.DispatchKey) -> Any:
 
 def register() -> None:
     """Put the Autograd and Autocast kernels into the ops' library."""
-    library = op_schemas.library
-    first = torch_compat.autograd_kernel(
-        op_schemas.attention_forward, _setup_context, _differentiate
-    )
-    forward = refusing(op_schemas.attention_forward, first, "attention")
-    library.impl("attention", forward, "Autograd", with_keyset=True)
-    for name in ("", "_all"):
-        gradients = getattr(op_schemas, f"attention_gradients{name}")
-        backward = without_derivative(gradients, "attention_backward")
-        library.impl(f"attention_backward{name}", backward, "Autograd", with_keyset=True)
+    differentiable("attention", _setup_context, _differentiate)
+    _without_derivative("attention", "_all")
     for device_type in ("cuda", "cpu"):
         key = f"Autocast{device_type.upper()}"
         autocast = _cast_under_autocast(device_type, getattr(torch._C.DispatchKey, key))
-        library.impl("attention", autocast, key)
+        op_schemas.library.impl("attention", autocast, key)

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from . import kernels, op_checks, op_memory, repairs, torch_compat
 from .call_cache import Call, Calls
 from .errors import DerivativeError, ShapeError
-from .problem import Gradients, Inputs, Problem
+from .problem import Gradients, Inputs, Problem, Saved
 from .spec import default_scale
 
 calls = Calls()
@@ -57,20 +57,18 @@ def attention_forward(
     scalars = (scale, causal, out_order, kernel, dropout_p, window_left, window_right, softcap,
                with_lse, plain)
     # fmt: on
-    call = calls.find(scalars, given)
-    if call is not None:
-        made = call.allocate(given)
-        if made is not None:
-            call.repeat((q, k, v, *extras, made[0], made[1] if with_lse else None))
-            calls.repeated += 1
-            return made[0], made[1]
+    ready = calls.ready(scalars, given)
+    if ready is not None:
+        repeat, made = ready
+        repeat((q, k, v, *extras, made[0], made[1] if with_lse else None))
+        return made[0], made[1]
     inputs = Inputs(q, k, v, *extras)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     numbers = (causal, window_left, window_right, softcap, dropout_p, deterministic)
     problem = Problem(scale, *numbers)
-    out, lse, repeat = _first_forward(inputs, problem, out_order, kernel, with_lse)
-    if repeat is not None:
-        calls.add(scalars, given, Call(given, (out, lse), repeat))
+    out, lse, again = _first_forward(inputs, problem, out_order, kernel, with_lse)
+    if again is not None:
+        calls.add(scalars, given, Call(given, (out, lse), again))
     return out, lse
 
 
@@ -134,19 +132,17 @@ def attention_inference(
     scalars = (scale, causal, out_order, kernel, dropout_p, window_left, window_right, softcap,
                "inference", plain)
     # fmt: on
-    call = calls.find(scalars, given)
-    if call is not None:
-        made = call.allocate(given)
-        if made is not None:
-            call.repeat((q, k, v, *extras, made[0], None))
-            calls.repeated += 1
-            return made[0]
+    ready = calls.ready(scalars, given)
+    if ready is not None:
+        repeat, made = ready
+        repeat((q, k, v, *extras, made[0], None))
+        return made[0]
     inputs = Inputs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), *extras)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     problem = Problem(scale, causal, window_left, window_right, softcap, dropout_p)
-    out, _, repeat = _first_forward(inputs, problem, out_order, kernel, False)
+    out, _, again = _first_forward(inputs, problem, out_order, kernel, False)
     out = out.transpose(1, 2)
-    on_bshd = getattr(repeat, "on_bshd", None)
+    on_bshd = getattr(again, "on_bshd", None)
     if on_bshd is not None:
         calls.add(scalars, given, Call(given, (out,), on_bshd))
     return out
@@ -158,9 +154,10 @@ def _is_empty(inputs: Inputs) -> bool:
 
 
 def lse_without_keys(lse: Tensor, sink: Tensor | None) -> Tensor:
+    """lse, (..., Hq, Sq) or without an element, filled."""
     if sink is None or lse.dim() == 1:
         return lse.fill_(float("-inf"))
-    return lse.copy_(sink[None, :, None])
+    return lse.copy_(sink[:, None])
 
 
 def device_of(tensor: Tensor) -> Any:
@@ -222,21 +219,19 @@ def _gradients(
     plain = bias is sink is seqlens_q is seqlens_k is rng is grad_lse is None
     scalars += (bias_grad, sink_grad, "backward", plain)
     looked_at = (q, k, v, out, lse, grad_out) if plain else given
-    call = calls.find(scalars, looked_at)
-    if call is not None:
-        made = call.allocate(looked_at)
-        if made is not None:
-            call.repeat((*given, *_in_places(made, bias_grad, sink_grad)))
-            calls.repeated += 1
-            return made
+    ready = calls.ready(scalars, looked_at)
+    if ready is not None:
+        repeat, made = ready
+        repeat((*given, *_in_places(made, bias_grad, sink_grad)))
+        return made
     scale = default_scale(q.shape[-1]) if scale is None else scale
     numbers = (causal, window_left, window_right, softcap, dropout_p, deterministic)
     problem = Problem(scale, *numbers)
     inputs = Inputs(q, k, v, bias, sink, seqlens_q, seqlens_k, rng)
     saved = (out, lse, grad_out, grad_lse)
-    made, repeat = _first_gradients(inputs, problem, saved, kernel, (bias_grad, sink_grad))
-    if repeat is not None:
-        calls.add(scalars, looked_at, Call(looked_at, made, repeat))
+    made, again = _first_gradients(inputs, problem, saved, kernel, (bias_grad, sink_grad))
+    if again is not None:
+        calls.add(scalars, looked_at, Call(looked_at, made, again))
     return made
 
 
@@ -247,13 +242,10 @@ def _in_places(made: Sequence[Tensor], bias_grad: bool, sink_grad: bool) -> Grad
     return Gradients(made[0], made[1], made[2], grad_bias, next(found) if sink_grad else None)
 
 
-_Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
 def _first_gradients(
     inputs: Inputs,
     problem: Problem,
-    saved: _Saved,
+    saved: Saved,
     kernel: str,
     wanted: tuple[bool, bool],
 ) -> tuple[list[Tensor], Repeat | None]:
@@ -304,7 +296,7 @@ def zero(gradients: Gradients, grad_lse: Tensor | None) -> None:
         if gradient is not None:
             gradient.zero_()
     if gradients.sink is not None and grad_lse is not None:
-        gradients.sink.copy_(grad_lse.sum((0, 2)))
+        gradients.sink.copy_(grad_lse.sum(-1).sum_to_size(gradients.sink.shape))
 
 
 def refuse_tangents(name: str, tensors: Sequence[Tensor | None]) -> None:

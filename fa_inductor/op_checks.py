@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .errors import DeviceError, DtypeError, ShapeError
 from .op_memory import lse_dtype
-from .problem import Inputs, Problem
+from .problem import Inputs, Problem, Saved
 from .spec import BSHD, CAUSAL_KINDS
+from .symbolic import Dim
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -91,20 +92,28 @@ def check_gradient(
 ) -> None:
     """`check_inputs`, and that the `saved` (out, lse) and their gradients fit."""
     check_inputs(inputs, problem)
-    out, lse = saved
     rows, width = tuple(inputs.q.shape[:3]), inputs.v.shape[3]
+    out, lse = saved
+    check_saved(inputs.q, (out, lse, grad_out, grad_lse), (*rows, width), rows)
+
+
+def check_saved(
+    q: Tensor, saved: Saved, out_size: tuple[Dim, ...], lse_size: tuple[Dim, ...]
+) -> None:
+    """Raise unless out, lse and their gradients are of these sizes, of q's dtypes and device."""
+    out, lse, grad_out, grad_lse = saved
     named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
     for name, tensor in named.items():
         if tensor is None:
             continue
         of_lse = name in ("lse", "grad_lse")
-        wanted = rows if of_lse else (*rows, width)
+        wanted = lse_size if of_lse else out_size
         if tuple(tensor.shape) != wanted:
             raise ShapeError(f"{name} must be {wanted}, got {tuple(tensor.shape)}.")
-        wanted_dtype = lse_dtype(inputs.q.dtype) if of_lse else inputs.q.dtype
+        wanted_dtype = lse_dtype(q.dtype) if of_lse else q.dtype
         if tensor.dtype != wanted_dtype:
             raise DtypeError(f"{name} must be {wanted_dtype}, got {tensor.dtype}.")
-    check_devices({"q": inputs.q, **named})
+    check_devices({"q": q, **named})
 
 
 def check_wanted(inputs: Inputs, bias_grad: bool, sink_grad: bool) -> None:

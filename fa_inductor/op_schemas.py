@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 NAMESPACE = "fa_inductor"
@@ -40,12 +43,30 @@ def define(name: str, signature: str) -> torch._ops.OpOverload:
     return overload
 
 
-# Each op that autograd meets, and what it becomes below: the same without derivatives, so that
-# compiled graphs are not slowed down by an autograd kernel in Python.
-attention = define("attention", _FORWARD)
-attention_forward = define("attention_forward", _FORWARD)
+def define_four(name: str, forward: str, backward: str) -> tuple[torch._ops.OpOverload, ...]:
+    """The ops `name`, `name`_forward, `name`_backward and `name`_gradients.
+
+    Autograd meets the first and the third. Below they become the second and the fourth, the same
+    without derivatives: an autograd kernel in Python would slow compiled graphs down.
+    """
+    signatures = {"": forward, "_forward": forward, "_backward": backward, "_gradients": backward}
+    return tuple(define(name + ending, signature) for ending, signature in signatures.items())
+
+
+def implement(names: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """What the ops of these names do, on any device, and with fake tensors.
+
+    names: separated by spaces.
+    """
+    for name in names.split():
+        for key in ("CPU", "CUDA"):
+            library.impl(name, real, key)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+attention, attention_forward, attention_backward, attention_gradients = define_four(
+    "attention", _FORWARD, _BACKWARD
+)
 attention_inference = define("attention_inference", _INFERENCE)
-attention_backward = define("attention_backward", _BACKWARD)
-attention_gradients = define("attention_gradients", _BACKWARD)
 attention_backward_all = define("attention_backward_all", _BACKWARD_ALL)
 attention_gradients_all = define("attention_gradients_all", _BACKWARD_ALL)

@@ -24,15 +24,12 @@ PyTorch's own attention does since 2.5; so do rows past `seqlens_q`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import kernels, op_autograd, op_calls, op_checks, op_memory
 from .op_schemas import (
-    NAMESPACE,
     attention,
     attention_backward,
     attention_backward_all,
@@ -40,12 +37,11 @@ from .op_schemas import (
     attention_gradients,
     attention_gradients_all,
     attention_inference,
-    library,
+    implement,
 )
 from .problem import Inputs, Problem
 
 __all__ = [
-    "NAMESPACE",
     "attention",
     "attention_backward",
     "attention_backward_all",
@@ -133,21 +129,12 @@ def _gradients_fake(*args: Any) -> tuple[Tensor, ...]:
     return _gradients_all_fake(*args[:11], False, False, *args[11:])[:3]
 
 
-def _register() -> None:
-    real_and_fake: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "attention": (op_calls.attention_forward, _forward_fake),
-        "attention_forward": (op_calls.attention_forward, _forward_fake),
-        "attention_inference": (op_calls.attention_inference, _inference_fake),
-        "attention_backward": (op_calls.attention_gradients, _gradients_fake),
-        "attention_gradients": (op_calls.attention_gradients, _gradients_fake),
-        "attention_backward_all": (op_calls.attention_gradients_all, _gradients_all_fake),
-        "attention_gradients_all": (op_calls.attention_gradients_all, _gradients_all_fake),
-    }
-    for name, (real, fake) in real_and_fake.items():
-        for key in ("CPU", "CUDA"):
-            library.impl(name, real, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    op_autograd.register()
-
-
-_register()
+implement("attention attention_forward", op_calls.attention_forward, _forward_fake)
+implement("attention_inference", op_calls.attention_inference, _inference_fake)
+implement("attention_backward attention_gradients", op_calls.attention_gradients, _gradients_fake)
+implement(
+    "attention_backward_all attention_gradients_all",
+    op_calls.attention_gradients_all,
+    _gradients_all_fake,
+)
+op_autograd.register()

@@ -12,7 +12,7 @@ the results (out, lse), are as in `ops.py`. Gradient: packed's shape, dtype and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from . import kernels, op_autograd, op_calls, op_checks, op_memory, repairs, torch_compat
 from .call_cache import Call
 from .errors import ShapeError
-from .op_schemas import NAMESPACE, define, library
+from .op_schemas import define_four, implement
 from .problem import Gradients, Inputs, Problem
 from .spec import default_scale
 
@@ -38,10 +38,12 @@ _BACKWARD = (
     f"{_REST}bool deterministic, str kernel) -> Tensor grad_packed"
 )
 
-attention_packed = define("attention_packed", _FORWARD)
-attention_packed_forward = define("attention_packed_forward", _FORWARD)
-attention_packed_backward = define("attention_packed_backward", _BACKWARD)
-attention_packed_gradients = define("attention_packed_gradients", _BACKWARD)
+(
+    attention_packed,
+    attention_packed_forward,
+    attention_packed_backward,
+    attention_packed_gradients,
+) = define_four("attention_packed", _FORWARD, _BACKWARD)
 
 _NONE = (None,) * 5  # bias, sink, lengths and rng: a packed call has none
 
@@ -129,12 +131,11 @@ def _gradients(
     scalars = (*views, scale, causal, deterministic, kernel, grad_lse is None)
     looked_at = (packed, out, lse, grad_out) if grad_lse is None else ()
     saved = (out, lse, grad_out, grad_lse)
-    call = op_calls.calls.find(scalars, looked_at) if looked_at else None
-    made = call.allocate(looked_at) if call is not None else None
-    if call is not None and made is not None:
+    ready = op_calls.calls.ready(scalars, looked_at) if looked_at else None
+    if ready is not None:
+        repeat, made = ready
         inputs, grads = _views(packed, *views), _views(made[0], *views)
-        call.repeat((*inputs, *_NONE, *saved, *grads, None, None))
-        op_calls.calls.repeated += 1
+        repeat((*inputs, *_NONE, *saved, *grads, None, None))
         return made[0]
     return _first_gradients(
         Inputs(*_views(packed, *views)),
@@ -226,24 +227,6 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
     return (grad, *(None,) * 8)
 
 
-def _register() -> None:
-    real_and_fake: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "attention_packed": (_forward, _forward_fake),
-        "attention_packed_forward": (_forward, _forward_fake),
-        "attention_packed_backward": (_gradients, _gradients_fake),
-        "attention_packed_gradients": (_gradients, _gradients_fake),
-    }
-    for name, (real, fake) in real_and_fake.items():
-        for key in ("CPU", "CUDA"):
-            library.impl(name, real, key)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    first = torch_compat.autograd_kernel(attention_packed_forward, _setup_context, _differentiate)
-    forward = op_autograd.refusing(attention_packed_forward, first, "attention_packed")
-    backward = op_autograd.without_derivative(
-        attention_packed_gradients, "attention_packed_backward"
-    )
-    library.impl("attention_packed", forward, "Autograd", with_keyset=True)
-    library.impl("attention_packed_backward", backward, "Autograd", with_keyset=True)
-
-
-_register()
+implement("attention_packed attention_packed_forward", _forward, _forward_fake)
+implement("attention_packed_backward attention_packed_gradients", _gradients, _gradients_fake)
+op_autograd.differentiable("attention_packed", _setup_context, _differentiate)

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+# What a backward is given beside the inputs: (out, lse, grad_out, grad_lse).
+Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor
 
 from .layout import ALIGNED_KERNELS, ALIGNMENT, bias_reason, stride_reason
-from .problem import Inputs
+from .problem import Inputs, Saved
 from .spec import TensorSpec
 
 log = logging.getLogger("fa_inductor")
 
 counts: dict[str, int] = {}  # copies made in this process, by the tensor's name
-
-_Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def readable_inputs(inputs: Inputs, kernel: str) -> Inputs:
@@ -44,7 +42,7 @@ def readable_inputs(inputs: Inputs, kernel: str) -> Inputs:
     return inputs._replace(**changed) if changed else inputs
 
 
-def readable_saved(saved: _Saved, kernel: str) -> _Saved:
+def readable_saved(saved: Saved, kernel: str) -> Saved:
     """The same for (out, lse, grad_out, grad_lse)."""
     if kernel not in ALIGNED_KERNELS:
         return saved

@@ -59,6 +59,15 @@ def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torc
     return _guards._empty_strided_cuda(size, stride, dtype)
 
 
+def inductor_allocators() -> tuple[Any, tuple[str, ...]]:
+    """(owner, names) of the functions that Inductor's generated code allocates its buffers with;
+    looked up when that code is loaded."""
+    names = ("_empty_strided_cpu", "_empty_strided_cuda")
+    for name in names:
+        adapted(_guards, name)
+    return _guards, names
+
+
 def metadata_guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
     """A function that tells whether tensors have the shapes, strides, dtypes, devices and dispatch
     keys of these, in C++; None if one of these is missing, which it cannot compare.

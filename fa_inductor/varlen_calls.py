@@ -9,13 +9,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import op_calls, repairs, varlen_checks
-from .call_cache import Call
-from .kernels import varlen
-from .problem import Gradients, Inputs
+from .kernels.variants import VARLEN as KERNELS
+from .problem import Inputs, Saved
 from .symbolic import Dim
+from .variant_calls import Variant, first_forward, first_gradients
 from .varlen_problem import VarlenCall, as_bhsd
-
-_Saved = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def attention_varlen_forward(
@@ -42,18 +40,13 @@ def attention_varlen_forward(
     given = (q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
     kind, looked_at = _looked_at(given)
     scalars = ("varlen", *bounds, *numbers, *extras, *kind)
-    known = op_calls.calls.find(scalars, looked_at)
-    if known is not None:
-        made = known.allocate(looked_at)
-        if made is not None:
-            known.repeat((*given, *made))
-            op_calls.calls.repeated += 1
-            return made[0], made[1]
+    ready = op_calls.calls.ready(scalars, looked_at)
+    if ready is not None:
+        repeat, made = ready
+        repeat((*given, *made))
+        return made[0], made[1]
     arguments: tuple[Any, ...] = (*given[:5], *bounds, *numbers, sink, *extras)
-    out, lse, repeat = _first_forward(VarlenCall(*arguments))
-    if repeat is not None:
-        op_calls.calls.add(scalars, looked_at, Call(looked_at, (out, lse), repeat))
-    return out, lse
+    return first_forward(VARLEN, VarlenCall(*arguments), (scalars, looked_at))
 
 
 def _looked_at(given: Sequence[Tensor | None]) -> tuple[tuple[bool, ...], list[Tensor]]:
@@ -70,22 +63,6 @@ def _looked_at(given: Sequence[Tensor | None]) -> tuple[tuple[bool, ...], list[T
     kind = (one, q_starts.data_ptr() == k_starts.data_ptr(), *missing)
     places = [place for place in range(len(given)) if not (one and place == 4)]
     return kind, [tensor for place in places if (tensor := given[place]) is not None]
-
-
-def _first_forward(call: VarlenCall) -> tuple[Tensor, Tensor, op_calls.Repeat | None]:
-    varlen_checks.check_call(call)
-    implementation = varlen.load(call.kernel)
-    if _is_empty(call):
-        return *_without_keys(call), None
-    implementation.check(call.problem, call.inputs)
-    readable = _readable(call)
-    if readable is not call:
-        # The copies have a metadata class of their own, which may be known already.
-        return *attention_varlen_forward(*readable), None
-    out, lse = varlen_checks.outputs(call.q, call.v)
-    with op_calls.device_of(call.q):
-        repeat = implementation.forward(call.problem, call.inputs, out, lse)
-    return out, lse, repeat
 
 
 def attention_varlen_gradients(
@@ -120,69 +97,17 @@ def attention_varlen_gradients(
     extras = (window_left, window_right, softcap)
     kind, looked_at = _looked_at(given)
     scalars = ("varlen backward", sink_grad, *bounds, *numbers, *extras, *kind)
-    known = op_calls.calls.find(scalars, looked_at)
-    if known is not None:
-        made = known.allocate(looked_at)
-        if made is not None:
-            known.repeat((*given, *made[:3], made[3] if sink_grad else None))
-            op_calls.calls.repeated += 1
-            return tuple(made)
+    ready = op_calls.calls.ready(scalars, looked_at)
+    if ready is not None:
+        repeat, made = ready
+        repeat((*given, *made[:3], made[3] if sink_grad else None))
+        return tuple(made)
     arguments: tuple[Any, ...] = (*given[:5], *bounds, *numbers, sink, *extras)
-    gradients, repeat = _first_gradients(VarlenCall(*arguments), saved, sink_grad)
-    if repeat is not None:
-        op_calls.calls.add(scalars, looked_at, Call(looked_at, gradients, repeat))
-    return gradients
+    call = VarlenCall(*arguments)
+    return first_gradients(VARLEN, call, saved, sink_grad, (scalars, looked_at))
 
 
-def _first_gradients(
-    call: VarlenCall, saved: _Saved, sink_grad: bool
-) -> tuple[tuple[Tensor, ...], op_calls.Repeat | None]:
-    out, lse, grad_out, grad_lse = saved
-    varlen_checks.check_gradient(call, grad_out, grad_lse, out, lse)
-    implementation = varlen.load(call.kernel)
-    if _is_empty(call):
-        return _gradients_without_keys(call, sink_grad, grad_lse), None
-    implementation.check(call.problem, call.inputs)
-    readable, readable_saved = _readable(call), _readable_saved(saved, call.kernel)
-    if readable is not call or readable_saved is not saved:
-        out, lse, grad_out, grad_lse = readable_saved
-        tensors = (grad_out, grad_lse, *readable[:3], out, lse)
-        rest: tuple[Any, ...] = (*readable[3:11], sink_grad, *readable[11:])
-        return attention_varlen_gradients(*tensors, *rest), None
-    made = varlen_checks.gradients(call, sink_grad)
-    memory = Gradients(made[0], made[1], made[2], sink=made[3] if sink_grad else None)
-    with op_calls.device_of(call.q):
-        repeat = implementation.backward(
-            call.problem, call.inputs, out, lse, grad_out, grad_lse, memory
-        )
-    return made, repeat
-
-
-# --- Inputs without a key, and inputs that a kernel cannot read -----------------------------------
-
-
-def _is_empty(call: VarlenCall) -> bool:
-    """Whether there is no query, no key or no sequence."""
-    return 0 in call.q.shape[:2] or call.k.shape[0] == 0 or call.cu_seqlens_q.shape[0] == 1
-
-
-def _without_keys(call: VarlenCall) -> tuple[Tensor, Tensor]:
-    out, lse = varlen_checks.outputs(call.q, call.v)
-    if call.sink is None:
-        return out.zero_(), lse.fill_(float("-inf"))
-    return out.zero_(), lse.copy_(call.sink[:, None])
-
-
-def _gradients_without_keys(
-    call: VarlenCall, sink_grad: bool, grad_lse: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Zero, but for the sink: without keys it is all that lse depends on."""
-    made = varlen_checks.gradients(call, sink_grad)
-    for gradient in made:
-        gradient.zero_()
-    if sink_grad and grad_lse is not None:
-        made[3].copy_(grad_lse.sum(1))
-    return made
+# --- Inputs that a kernel cannot read -------------------------------------------------------------
 
 
 def _readable(call: VarlenCall) -> VarlenCall:
@@ -198,7 +123,7 @@ def _readable(call: VarlenCall) -> VarlenCall:
     return call._replace(q=q, k=k, v=v, sink=readable.sink, **lengths)
 
 
-def _readable_saved(saved: _Saved, kernel: str) -> _Saved:
+def _readable_saved(saved: Saved, kernel: str) -> Saved:
     """The same for (out, lse, grad_out, grad_lse)."""
     out, lse, grad_out, grad_lse = saved
     dense = (as_bhsd(out), lse, as_bhsd(grad_out), grad_lse)
@@ -212,3 +137,17 @@ def _readable_saved(saved: _Saved, kernel: str) -> _Saved:
 def _as_thd(tensor: Tensor) -> Tensor:
     """`as_bhsd` undone."""
     return tensor.squeeze(0).transpose(0, 1)
+
+
+VARLEN = Variant(
+    "attention_varlen",
+    VarlenCall,
+    ("cu_seqlens_q", "cu_seqlens_k", "sink"),
+    (),
+    varlen_checks,
+    KERNELS,
+    attention_varlen_forward,
+    attention_varlen_gradients,
+    _readable,
+    _readable_saved,
+)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import op_checks
 from .errors import DtypeError, ShapeError
-from .op_memory import lse_dtype
+from .op_memory import lse_dtype, optional_gradient
 from .varlen_problem import VarlenCall
 
 CAUSAL_KINDS = ("none", "bottom_right")
@@ -69,30 +69,18 @@ def check_gradient(
     """`check_call`, and that the results and their gradients fit."""
     check_call(call)
     (total, heads, _), width = call.q.shape, call.v.shape[2]
-    named = {"grad_out": grad_out, "grad_lse": grad_lse, "out": out, "lse": lse}
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        of_lse = name in ("lse", "grad_lse")
-        wanted = (heads, total) if of_lse else (total, heads, width)
-        if tuple(tensor.shape) != wanted:
-            raise ShapeError(f"{name} must be {wanted}, got {tuple(tensor.shape)}.")
-        wanted_dtype = lse_dtype(call.q.dtype) if of_lse else call.q.dtype
-        if tensor.dtype != wanted_dtype:
-            raise DtypeError(f"{name} must be {wanted_dtype}, got {tensor.dtype}.")
-    op_checks.check_devices({"q": call.q, **named})
+    sizes = (total, heads, width), (heads, total)
+    op_checks.check_saved(call.q, (out, lse, grad_out, grad_lse), *sizes)
 
 
-def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(call: VarlenCall) -> tuple[Tensor, Tensor]:
     """Memory for out (Tq, Hq, Dv) and lse (Hq, Tq)."""
-    total, heads, _ = q.shape
+    q, (total, heads, _) = call.q, call.q.shape
     lse = q.new_empty((heads, total), dtype=lse_dtype(q.dtype))
-    return q.new_empty((total, heads, v.shape[2])), lse
+    return q.new_empty((total, heads, call.v.shape[2])), lse
 
 
 def gradients(call: VarlenCall, sink_grad: bool) -> tuple[Tensor, ...]:
     """Memory for the gradients of q, k, v and sink, that of sink without an element if unwanted."""
     made = [tensor.new_empty(tensor.shape) for tensor in call[:3]]
-    wanted = sink_grad and call.sink is not None
-    sink = call.sink if wanted and call.sink is not None else call.q
-    return (*made, sink.new_empty(sink.shape if wanted else (0,)))
+    return (*made, optional_gradient(call.sink, sink_grad, call.q))

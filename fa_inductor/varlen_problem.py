@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .problem import Problem
+from .problem import Inputs, Problem
 from .spec import default_scale
 from .symbolic import Dim
 
@@ -29,6 +29,12 @@ class VarlenInputs(NamedTuple):
     sink: Tensor | None = None
     max_seqlen_q: Dim = 0
     max_seqlen_k: Dim = 0
+
+    @property
+    def dense(self) -> Inputs:
+        """All sequences seen as one."""
+        q, k, v = map(as_bhsd, self[:3])
+        return Inputs(q, k, v, sink=self.sink)
 
 
 class VarlenCall(NamedTuple):
@@ -53,6 +59,11 @@ class VarlenCall(NamedTuple):
     @property
     def inputs(self) -> VarlenInputs:
         return VarlenInputs(*self[:5], self.sink, self.max_seqlen_q, self.max_seqlen_k)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query, no key or no sequence."""
+        return 0 in (*self.q.shape[:2], self.k.shape[0]) or self.cu_seqlens_q.shape[0] == 1
 
     @property
     def problem(self) -> Problem:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .. import symbolic
+from ..graph_writes import changing_storages, storages
 from .family import Emitter, Scope, Value, example_of, source_of
 from .masked import SharedMask, has_sizes
 from .visible import Band, Part
@@ -36,7 +37,8 @@ class Assumed:
     def emit_check(self, emit: Emitter, tensors: Sequence[Value], lengths: Sequence[Any]) -> None:
         """Assert it for the nodes (q, k, v) of a site with `lengths` (Sq, Sk)."""
         node = self.shared.node
-        if len(self.masks) == 1 and has_sizes(example_of(node), lengths):
+        changes = not changing_storages(node.graph).isdisjoint(storages(node))
+        if len(self.masks) == 1 and not changes and has_sizes(example_of(node), lengths):
             owners: list[tuple[fx.Node, int]] = [(node, -2), (node, -1)]
             place: Callable[..., Any] = self.shared.once
         else:

@@ -37,9 +37,9 @@ def uncopied(node: fx.Node, anchor: fx.Node) -> fx.Node:
     if not all(map(passes_gradients, copies)) or write_between(reads, anchor, ()):
         return node
     written = written_storages(node.graph)
-    if any(not written.isdisjoint(storages(copy)) for copy in copies):
-        return node
-    return source
+    # What is kept for a backward must not change any more, as the copy would not.
+    kept = [*copies, source] if example_of(anchor).requires_grad else copies
+    return node if any(not written.isdisjoint(storages(each)) for each in kept) else source
 
 
 def order_that_is_read(node: fx.Node) -> str | None:

@@ -97,7 +97,8 @@ def _left(product: Product) -> fx.Node:
 def _understand(node: fx.Node, scope: Scope, product: Product, scores: Scores) -> Site:
     out = example_of(node)
     shape = example_of(scores.node).shape
-    found = Found(list(scores.reads), [], written_storages(node.graph))
+    written = written_storages(node.graph)
+    found = Found(list(scores.reads), [], written, out.requires_grad)
     first = scores.product
     found.reads += [(scores.node, first.left.node), (scores.node, first.right.node)]
     found.reads.append((node, product.right.node))

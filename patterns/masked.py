@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .. import graph_writes, symbolic
-from ..kernels import masked
+from ..kernels.variants import MASKED
 from ..masked_problem import QUERY_BLOCK, blocks_in, key_block
 from ..op_memory import lse_dtype
 from ..spec import AttentionSpec, MaskFormula
@@ -80,7 +80,7 @@ def takes_formula(spec: AttentionSpec, kernel: str) -> bool:
     """Whether `kernel` evaluates the mask of `spec` itself."""
     has_tile = symbolic.is_static(spec.head_dims[0])
     plain = not spec.dropout_p and spec.causal == "none" and spec.window == (None, None)
-    return spec.formula is not None and has_tile and plain and kernel in masked.MODULES
+    return spec.formula is not None and has_tile and plain and kernel in MASKED.modules
 
 
 def emit_masked(

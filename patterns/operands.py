@@ -50,17 +50,21 @@ class Found:
     """What was looked through on the way to an operand.
 
     reads: (reader, tensor). passed: what was looked through, to be removed where nothing else uses
-    it. written: the memory that the graph writes to.
+    it. written: the memory that the graph writes to. differentiated: whether the op keeps its
+    operands for a backward, which must find in them what the code's copies would hold.
     """
 
     reads: list[tuple[fx.Node, fx.Node]]
     passed: list[fx.Node]
     written: set[int]
+    differentiated: bool
 
     def must_keep(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether `source` cannot be read in place of `node`, which is made from it: where `node`
-        has memory of its own that is written to, or stops gradients."""
+        has memory of its own and either is written to, or where `node` stops gradients."""
         own = set(storages(node)).difference(storages(source))
+        if own and self.differentiated and not self.written.isdisjoint(storages(source)):
+            return True
         return not own.isdisjoint(self.written) or not passes_gradients(node)
 
     def look_through(self, reader: fx.Node, tensor: fx.Node) -> None:

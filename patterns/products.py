@@ -6,8 +6,9 @@ both sides; a leading dimension of 1 is broadcast.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -34,6 +35,13 @@ class Product:
     added: tuple[fx.Node, Any] | None = None
 
 
+class _Operand(NamedTuple):
+    """An operand of an einsum, with the labels of its dimensions."""
+
+    node: fx.Node
+    labels: str
+
+
 def is_product(node: Any) -> bool:
     call = call_of(node) if isinstance(node, fx.Node) else None
     return call is not None and call.name in ("matmul", "bmm", "baddbmm", "einsum")
@@ -42,27 +50,7 @@ def is_product(node: Any) -> bool:
 def scores_product(node: fx.Node) -> Product | None:
     """The product of which `node` is (..., I, J); None where it is none."""
     call = call_of(node)
-    if call is None:
-        return None
-    if call.name != "einsum":
-        return _plain(call)
-    parsed = _equation(call)
-    if parsed is None:
-        return None
-    (first, second), out = parsed
-    nodes = call["operands"]
-    if out[-2] in second and out[-1] in first:
-        first, second, nodes = second, first, nodes[::-1]
-    shared = set(first) & set(second) - set(out)
-    if len(shared) != 1 or out[-2] in second or out[-1] in first:
-        return None
-    (contracted,) = shared
-    leading = out[:-2]
-    left = _arranged(nodes[0], first, leading + out[-2] + contracted)
-    right = _arranged(nodes[1], second, leading + contracted + out[-1])
-    if left is None or right is None:
-        return None
-    return Product(left, right, tuple(range(len(out))))
+    return None if call is None else _product(call, _scores_of_einsum)
 
 
 def values_product(node: fx.Node) -> Product | None:
@@ -70,27 +58,48 @@ def values_product(node: fx.Node) -> Product | None:
     call = call_of(node)
     if call is None or call.name == "baddbmm":
         return None
+    return _product(call, _values_of_einsum)
+
+
+def _product(
+    call: Call, of_einsum: Callable[[_Operand, _Operand, str], Product | None]
+) -> Product | None:
     if call.name != "einsum":
         return _plain(call)
     parsed = _equation(call)
-    if parsed is None:
+    return None if parsed is None else of_einsum(*parsed)
+
+
+def _scores_of_einsum(first: _Operand, second: _Operand, out: str) -> Product | None:
+    if out[-2] in second.labels and out[-1] in first.labels:
+        first, second = second, first
+    shared = set(first.labels) & set(second.labels) - set(out)
+    if len(shared) != 1 or out[-2] in second.labels or out[-1] in first.labels:
         return None
-    (first, second), out = parsed
-    nodes = call["operands"]
-    if not _is_weights(first, second, out):
-        first, second, nodes = second, first, nodes[::-1]
-    if not _is_weights(first, second, out):
+    (contracted,) = shared
+    leading = out[:-2]
+    left = _arranged(first, leading + out[-2] + contracted)
+    right = _arranged(second, leading + contracted + out[-1])
+    if left is None or right is None:
         return None
-    leading, row, contracted = first[:-2], first[-2], first[-1]
-    rest = [label for label in second if label not in leading and label != contracted]
+    return Product(left, right, tuple(range(len(out))))
+
+
+def _values_of_einsum(first: _Operand, second: _Operand, out: str) -> Product | None:
+    if not _is_weights(first.labels, second.labels, out):
+        first, second = second, first
+    if not _is_weights(first.labels, second.labels, out):
+        return None
+    leading, row, contracted = first.labels[:-2], first.labels[-2], first.labels[-1]
+    rest = [label for label in second.labels if label not in leading and label != contracted]
     if len(rest) != 1 or set(out) != {*leading, row, *rest}:
         return None
     canonical = leading + row + rest[0]
-    right = _arranged(nodes[1], second, leading + contracted + rest[0])
+    right = _arranged(second, leading + contracted + rest[0])
     if right is None:
         return None
     order = tuple(canonical.index(label) for label in out)
-    return Product(View(nodes[0]), right, order)
+    return Product(View(first.node), right, order)
 
 
 def _is_weights(labels: str, others: str, out: str) -> bool:
@@ -127,8 +136,8 @@ def _rank(value: Any) -> Any:
     return tensor.dim() if isinstance(tensor, torch.Tensor) else None
 
 
-def _equation(call: Call) -> tuple[tuple[str, str], str] | None:
-    """((labels of both operands), labels of the result), an ellipsis written out."""
+def _equation(call: Call) -> tuple[_Operand, _Operand, str] | None:
+    """Both operands and the labels of the result, an ellipsis written out."""
     equation, operands = call["equation"], call["operands"]
     if not isinstance(equation, str) or len(operands) != 2 or equation.count("->") != 1:
         return None
@@ -158,11 +167,13 @@ def _equation(call: Call) -> tuple[tuple[str, str], str] | None:
         return None
     if set(out) - {*sides[0], *sides[1]}:
         return None
-    return (sides[0], sides[1]), out
+    first, second = map(_Operand, operands, sides)
+    return first, second, out
 
 
-def _arranged(node: fx.Node, labels: str, wanted: str) -> View | None:
+def _arranged(operand: _Operand, wanted: str) -> View | None:
     """The operand with its dimensions in the order `wanted`; leading ones that it lacks are 1."""
+    node, labels = operand
     if set(labels) - set(wanted) or not set(wanted[-2:]) <= set(labels):
         return None
     present = [label for label in wanted if label in labels]

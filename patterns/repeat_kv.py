@@ -89,6 +89,11 @@ def shared_views(key: View, value: View, anchor: fx.Node) -> Shared | None:
     written = written_storages(anchor.graph)
     if any(not written.isdisjoint(storages(reader)) for reader, _ in reads):
         return None  # a repetition that is changed is none any more
+    sources = [read for _, read in reads]
+    if example_of(anchor).requires_grad and not written.isdisjoint(
+        storage for source in sources for storage in storages(source)
+    ):
+        return None  # the backward would find in the source what was written to it
     if write_between(reads, anchor, ()) or not all(map(passes_gradients, dict(reads))):
         return None
     key, value = (

@@ -17,6 +17,8 @@ from fa_inductor.spec import AttentionSpec, MaskFormula, TensorSpec
 from fa_inductor.target import TESTED_LIBRARIES, Target
 
 HOPPER, BLACKWELL, GEFORCE, AMPERE = "sm_90a", "sm_100a", "sm_120a", "sm_80"
+# What times are measured of; see `fa_inductor.times`.
+KINDS = ("plain", "causal", "window", "bias", "padding", "causal mask", "mask", "dropout")
 
 
 def target(arch: str, **libraries: str) -> Target:

@@ -112,6 +112,18 @@ def test_a_promise_that_is_broken(
         compiled(*inputs, mask)
 
 
+def test_a_mask_that_is_changed_before_it_is_used() -> None:
+    """What is asserted is what the attention would have read."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        mask[2, 1] = False
+        return sdpa(q, k, v, mask)
+
+    compiled = compile_quick(fn, assume_mask="causal")
+    with pytest.raises(RuntimeError, match=r"fa\.assume_mask"):
+        compiled(*qkv(length=LENGTH), causal())
+
+
 def test_everything_visible() -> None:
     compiled = compile_quick(WAYS["sdpa"], assume_mask="full")
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)

@@ -165,6 +165,29 @@ def test_copies_that_stay(fn: Callable[..., Tensor]) -> None:
     assert kernels_of(outcome.report) == ["reference"]
 
 
+@pytest.mark.parametrize("attend", [sdpa, by_hand])
+@pytest.mark.parametrize("way", ["contiguous", "repeated"])
+def test_an_input_that_is_written_to_afterwards(way: str, attend: Attention) -> None:
+    """The code's backward reads its own copy, so ours must not read the input."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if way == "contiguous":
+            out = attend(q, k.contiguous(), v)
+        else:
+            out = attend(q, *(x.repeat_interleave(2, 1) for x in (k[:, :2], v[:, :2])))
+        k.mul_(0.5)
+        return out
+
+    compiled = compile_quick(fn)
+    q, k, v = map(heads, projections())
+    results = []
+    for called in (fn, compiled):
+        leaves = [tensor.clone().requires_grad_() for tensor in (q, v)]
+        out = called(leaves[0], k.clone(), leaves[1])
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 def test_an_output_that_is_changed_afterwards_still_has_its_gradient() -> None:
     """The op keeps its output for its backward: what it hands out must be other memory."""
     fn = output_handed_out

@@ -1,72 +1,21 @@
 """Repeating an entry's launches: the same results, and never for what was not seen before.
 
-CPU functions stand in for FA4: entries with a `compile_cache`, as FA4's have. Which calls are
-repeated at all is held by `test_op_calls.py`.
+Which calls are repeated at all is held by `test_op_calls.py`.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import pytest
 import torch
+from fa4_stub import SIZE, Entry, Made, copy, enter, tensors
 from torch import Tensor
 
 from fa_inductor.kernels.fa4_launch import Repeat, recording
 from poison import poisoned
-
-
-class AuxData(NamedTuple):
-    """As FA4 passes with every forward."""
-
-    tensors: list[Tensor] | None = None
-    scalars: tuple[float, ...] | None = None
-
-
-class SinkTensors(NamedTuple):
-    """As FA4's `LearnableSinkBwdTensors`: a temporary, tensors of the caller, and a result."""
-
-    total: Tensor
-    sink: Tensor
-    result: Tensor
-    factor: float = 2.0
-
-
-class Entry:
-    """Fills `out` with scale · (x + y) in two kernels, through a temporary and a sum from zero."""
-
-    def __init__(self, prepare: Callable[[Tensor], Tensor] = lambda x: x) -> None:
-        self.compile_cache: dict[str, Callable[..., None]] = {}
-        self.prepare = prepare
-        self.entered = 0
-
-    def __call__(self, x: Tensor, y: Tensor, out: Tensor, scale: float) -> None:
-        self.entered += 1
-        x = self.prepare(x)
-        product, total = torch.empty(x.shape), torch.zeros(x.shape)
-        if "scale" not in self.compile_cache:
-            self.compile_cache["scale"] = lambda x, to, scale, _: to.copy_(x * scale)
-            self.compile_cache["add"] = self._add
-        self.compile_cache["scale"](x, product, scale, None)
-        self.compile_cache["add"](product, y, total, out, scale)
-
-    @staticmethod
-    def _add(product: Tensor, y: Tensor, total: Tensor, out: Tensor, scale: float) -> None:
-        total += product + y * scale
-        out.copy_(total)
-
-
-SIZE = (2, 8)
-Made = tuple[Tensor, Tensor, Tensor]
-
-
-def tensors(*size: int) -> Made:
-    """x, y and memory for out."""
-    size = size or SIZE
-    return torch.randn(size), torch.randn(size), torch.full(size, float("nan"))
 
 
 def record(entry: Entry, given: Made) -> Repeat | None:
@@ -161,20 +110,6 @@ def test_temporaries_that_the_first_kernel_does_not_see_start_as_zero() -> None:
             assert_right(given)
 
 
-def enter(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> Any:
-    """What was noted of these calls of kernels."""
-    entry = Entry()
-    entry.compile_cache.update({str(i): kernel for i, (kernel, _) in enumerate(calls)})
-    with recording((entry,)) as noted:
-        for i, (_, arguments) in enumerate(calls):
-            entry.compile_cache[str(i)](*arguments)
-    return noted
-
-
-def copy(source: Tensor, to: Tensor) -> None:
-    to.copy_(source.reshape(to.shape))
-
-
 OTHER_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "reshaped": lambda temporary: temporary.view(8, 2),
     "a part": lambda temporary: temporary[:1],
@@ -239,64 +174,6 @@ def test_inputs_that_share_memory() -> None:
     assert record(entry, (x, x, out)) is None
     assert record(entry, (out.zero_(), y, out.clone())) is not None
     assert record(entry, (x, x[:], out)) is None
-
-
-# --- Tuples ---------------------------------------------------------------------------------------
-
-TUPLES: dict[str, Callable[[Tensor], Any]] = {
-    "named, without tensors": lambda tensor: AuxData(scalars=(1.0,)),
-    "named, with a tensor": lambda tensor: AuxData(tensor),
-    "with a tensor": lambda tensor: (tensor, 2),
-    "a list with a tensor": lambda tensor: [None, tensor],
-    "named, with a list with a tensor": lambda tensor: AuxData([tensor]),
-    "named in named, with a tensor": lambda tensor: AuxData(AuxData(tensor)),
-}
-
-
-@pytest.mark.parametrize("name", TUPLES)
-def test_tuples_of_arguments(name: str) -> None:
-    """The same again, with the tensors of the call at hand."""
-    make = TUPLES[name]
-    seen: list[Any] = []
-    x, _, out = tensors()
-    noted = enter([(lambda x, to, more: (seen.append(more), copy(x, to)), (x, out, make(x)))])
-    repeat = noted.repeat((x, out))
-    assert repeat is not None
-    again, _, out = tensors()
-    repeat((again, out))
-    torch.testing.assert_close(out, again)
-    assert pointers(seen[1]) == pointers(make(again))
-    assert type(seen[1]) is type(make(again))
-
-
-def pointers(value: Any) -> Any:
-    """`value` with the pointers of tensors in their place."""
-    if isinstance(value, Tensor):
-        return value.data_ptr()
-    return [pointers(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def reduce_sink(result: Tensor, more: SinkTensors) -> None:
-    result.copy_(more.total)
-    more.result.copy_(more.total.sum(1) * more.sink * more.factor)
-
-
-def test_a_result_that_fa4_allocates_lands_in_the_callers_tensor() -> None:
-    """FA4's gradient of the sink, in a named tuple beside a temporary and the sink itself; never
-    where FA4 gave a copy of what its kernel wrote."""
-    (x, _, out), sink, made = tensors(), torch.randn(2), torch.empty(2)
-    total = torch.zeros(SIZE)
-    noted = enter([(copy, (x, total)), (reduce_sink, (out, SinkTensors(total, sink, made)))])
-    assert noted.repeat((x, sink, out, None, None), {4: made.clone()}) is None
-    repeat = noted.repeat((x, sink, out, None, None), {4: made})
-    assert repeat is not None
-    before = made.clone()
-    with poisoned():
-        (x, _, out), sink, result = tensors(), torch.randn(2), torch.full((2,), float("nan"))
-        repeat((x, sink, out, None, result))
-    torch.testing.assert_close(out, x)
-    torch.testing.assert_close(result, 2 * x.sum(1) * sink)
-    torch.testing.assert_close(made, before, rtol=0, atol=0)
 
 
 # --- Around it ------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ ORDER = (
     ("op_calls",),
     ("op_autograd",),
     ("ops",),
-    ("varlen_checks", "masked_checks"),
-    ("varlen_calls", "masked_calls"),
+    ("variant_calls", "varlen_checks", "masked_checks"),
+    ("variant_ops", "varlen_calls", "masked_calls"),
     ("varlen_ops", "packed_ops", "masked_ops", "mask_blocks"),
     ("substitutes",),
     ("guards",),
@@ -55,7 +55,7 @@ ORDER = (
     ("compile_pass", "fingerprint"),
     ("explaining", "backend"),
     ("warming",),
-    ("doctor", "matrix", "demo"),
+    ("doctor", "matrix", "demo", "probing"),
     ("cli",),
     ("__main__",),
 )
@@ -69,9 +69,19 @@ INSIDE = {
         ("warm",),
         ("commands",),
     ),
+    "probing": (
+        ("__init__",),
+        ("poison", "oracle", "cells", "data"),
+        ("subjects", "launches"),
+        ("ways", "controls"),
+        ("judging",),
+        ("results",),
+        ("probe",),
+        ("console",),
+    ),
     "kernels": (
         ("__init__",),
-        ("reference", "varlen", "masked", "fa4_launch", "fa4_objects", "cudnn_graph"),
+        ("reference", "variants", "fa4_launch", "fa4_objects", "cudnn_graph"),
         ("fa4", "cudnn", "reference_varlen", "reference_masked"),
         ("fa4_varlen", "fa4_masked"),
     ),
@@ -106,6 +116,7 @@ FOLDERS = {
     "kernels": PACKAGE / "kernels",
     "masks": PACKAGE / "masks",
     "warming": PACKAGE / "warming",
+    "probing": PACKAGE / "probing",
     "patterns": Path(patterns.__file__).parent,
 }
 SOURCES = {
@@ -182,6 +193,13 @@ def _imported(source: str) -> Iterator[tuple[str, ...]]:
         for name in names:
             if name[0] == "fa_inductor":
                 yield tuple(name[1:])
+
+
+def test_the_order_is_the_one_that_is_told() -> None:
+    told = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    order = told[told.index("`errors,") + 1 : told.index("-> __main__`") + len("-> __main__")]
+    groups = [[name.strip() for name in group.split(",")] for group in order.split("->")]
+    assert groups == [list(group) for group in ORDER]
 
 
 def _rank(order: tuple[tuple[str, ...], ...], name: str) -> int:

@@ -194,8 +194,14 @@ def test_a_mask_that_is_written_while_it_is_made() -> None:
         mask.fill_(0)
         return attend(q, k, v, mask)
 
+    def written_as_a_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        whole = torch.ones(24, 12, dtype=torch.bool)
+        upper, _ = whole.chunk(2)
+        upper.masked_fill_(torch.ones(12, 12, dtype=torch.bool).triu(1), False)
+        return attend(q, k, v, whole[:12])
+
     assert band_of(planned(made, *qkv())) == [("top_left", (None, None))]
-    for fn in (seen_before, written_twice):
+    for fn in (seen_before, written_twice, written_as_a_part):
         assert band_of(planned(fn, *qkv())) == [None]
 
 

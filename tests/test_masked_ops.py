@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fa_inductor import mask_text, masked_ops
 from fa_inductor.errors import DerivativeError, DtypeError, FaInductorError, ShapeError
 from fa_inductor.kernels import fa4_masked
 from fa_inductor.mask_blocks import mask_blocks
+from fa_inductor.masked_problem import QUERY_BLOCK, key_block
 from poison import poisoned
 
 DOUBLE = [dataclasses.replace(case, dtype=torch.float64) for case in CASES]
@@ -78,7 +80,7 @@ def test_opcheck(dynamic: bool) -> None:
 
 
 def test_lists_of_blocks() -> None:
-    count = torch.tensor([[[[0, 3, 8, 1], [8, 8, 0, 0]]]], dtype=torch.int32)
+    count = torch.tensor([[[[0, 7, 8, 1], [8, 8, 0, 0]]]], dtype=torch.int32)
     partial_count, partial, whole_count, whole = mask_blocks(count, 8, False)
     assert partial_count.tolist() == [[[2, 0]]]
     assert whole_count.tolist() == [[[1, 2]]]
@@ -90,6 +92,25 @@ def test_lists_of_blocks() -> None:
     assert whole_count.tolist() == [[[1, 1, 1, 0]]]
     assert partial[0, 0, 3, :1].tolist() == [0]
     assert all(each.is_contiguous() for each in (partial_count, partial, whole_count, whole))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lists_say_what_the_mask_shows(case: Case) -> None:
+    """Every block of the dense mask, looked at by itself: in one list if it shows all of a whole
+    block, in the other if it shows anything else, in rising order."""
+    read = case.read()
+    blocks, tiles = case.blocks(read), (QUERY_BLOCK, key_block(case.dims[0]))
+    seen = mask_text.rendered(case.text, read, case.shape, "cpu")
+    rows = [part.split(tiles[1], 3) for part in seen.split(tiles[0], 2)]
+    for given, lines in ((blocks[:4], rows), (blocks[4:], list(zip(*rows, strict=True)))):
+        counts_and_lists = [each.expand(*case.shape[:2], *each.shape[2:]) for each in given]
+        for b, h, line in itertools.product(*map(range, counts_and_lists[0].shape)):
+            shown = [int(part[b, h].sum()) for part in lines[line]]
+            whole = [n for n, each in enumerate(shown) if each == tiles[0] * tiles[1]]
+            partial = [n for n, each in enumerate(shown) if each and n not in whole]
+            own = [each[b, h, line] for each in counts_and_lists]
+            assert own[1][: own[0]].tolist() == partial
+            assert own[3][: own[2]].tolist() == whole
 
 
 BROKEN = {

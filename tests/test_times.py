@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_specs import BLACKWELL, HOPPER, planning, spec, target
+from attention_specs import BLACKWELL, HOPPER, KINDS, planning, spec, target
 from torch import Tensor
 
 import fa_inductor
-from fa_inductor import compile_pass, fingerprint, kernels, times
+from fa_inductor import compile_pass, times
 from fa_inductor.config import DEFAULT_KERNELS, Config
 from fa_inductor.errors import CoverageError
 from fa_inductor.select import Choice, choose
 from fa_inductor.spec import AttentionSpec, MaskFormula
-from fa_inductor.target import NAMED_TARGETS
 from fa_inductor.times import CORE, Measured
 
 Table = Callable[..., None]
@@ -62,17 +58,13 @@ def chosen(problem: AttentionSpec, arch: str = HOPPER, **config: Any) -> Choice:
 # --- Which row ----------------------------------------------------------------------------------
 
 
-KINDS = ("plain", "causal", "window", "bias", "padding", "causal mask", "mask", "dropout")
-
-
 def which(problem: AttentionSpec) -> float | None:
     """What the row that is taken says of "fa4"."""
     return times.of(problem, target(HOPPER)).get("fa4")
 
 
 def test_the_direction_and_the_kind_must_be_those_of_the_problem(table: Table) -> None:
-    kinds = KINDS
-    numbered = {both: float(n) for n, both in enumerate(itertools.product(("fwd", "bwd"), kinds))}
+    numbered = {both: float(n) for n, both in enumerate(itertools.product(("fwd", "bwd"), KINDS))}
     table(*(row(passes, kind, fa4=time) for (passes, kind), time in numbered.items()))
     changes: dict[str, list[dict[str, Any]]] = {
         "plain": [{}, {"softcap": 30.0}, {"scale": 0.5}],
@@ -293,61 +285,3 @@ def test_the_graph_keeps_the_call(table: Table) -> None:
     torch.compile(Layers(), backend=backend, fullgraph=True)(q)
     assert targets.count(F.scaled_dot_product_attention) == 1
     assert sum("fa_inductor" in str(each) for each in targets) == 1
-
-
-# --- The tables ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the package's files, from which tables and key are read."""
-    copy = tmp_path / "fa_inductor"
-    original = Path(fa_inductor.__file__).parent
-    shutil.copytree(original, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(times.resources, "files", lambda package: copy)
-    monkeypatch.setattr(fingerprint, "__file__", str(copy / "fingerprint.py"))
-    for cached in (times._table, fingerprint.sources):
-        cached.cache_clear()
-    yield copy
-    monkeypatch.undo()
-    for cached in (times._table, fingerprint.sources):
-        cached.cache_clear()
-
-
-def _write(path: Path, *rows: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps({"machine": {}, "rows": rows}))
-    times._table.cache_clear()
-    fingerprint.sources.cache_clear()
-
-
-def test_a_table_s_file_is_read_and_is_part_of_the_key(package: Path) -> None:
-    """A graph compiled by other times must not be found in a cache."""
-    sizes = {"batch": 2, "heads_q": 8, "heads_kv": 8, "sq": 128, "sk": 128, "d": 64, "dv": 64}
-    keys = [fingerprint.fingerprint(Config())]
-    for kernel, other in (("fa4", "cudnn"), ("cudnn", "fa4")):
-        microseconds = {kernel: 1.0, other: 2.0}
-        measured = {"passes": "fwd", "kind": "plain", **sizes, "microseconds": microseconds}
-        _write(package / "data" / f"times_{BLACKWELL}.json", measured)
-        assert chosen(spec(), BLACKWELL).kernel == kernel
-        keys.append(fingerprint.fingerprint(Config()))
-    assert len(set(keys)) == 3
-
-
-SHIPPED = sorted((Path(times.__file__).parent / "data").glob("times_*.json"))
-
-
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_table_can_be_read(path: Path) -> None:
-    """Of a GPU that can be named, of known kernels, and for both directions of each kind."""
-    assert SHIPPED
-    arch = path.stem.removeprefix("times_")
-    assert arch in NAMED_TARGETS
-    rows = times._table(arch)
-    assert {(each.passes, each.kind) for each in rows} == {
-        (passes, kind) for passes in ("fwd", "bwd") for kind in KINDS
-    }
-    for each in rows:
-        assert each.heads_q % each.heads_kv == 0
-        assert set(each.microseconds) <= {*kernels.BUILT_IN, CORE}
-        assert all(time > 0 for time in each.microseconds.values())
-    assert len({(*vars(each).values(),)[:-1] for each in rows}) == len(rows)

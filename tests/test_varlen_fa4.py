@@ -15,7 +15,8 @@ from sequence_oracle import packed
 from torch import Tensor
 
 from fa_inductor import call_cache, op_calls, repairs, torch_compat, varlen_calls, varlen_ops
-from fa_inductor.kernels import fa4, fa4_varlen, reference_varlen, varlen
+from fa_inductor.kernels import fa4, fa4_varlen, reference_varlen
+from fa_inductor.kernels.variants import MASKED, VARLEN, VariantKernels
 from fa_inductor.problem import Gradients, Problem
 from fa_inductor.varlen_problem import VarlenCall, VarlenInputs
 from helpers import clone_inputs
@@ -340,7 +341,8 @@ def _lengths() -> tuple[Tensor, Tensor]:
     return lengths(0, 5, 12), lengths(0, 7, 12)
 
 
-def test_each_kernel_has_its_module() -> None:
-    for name in varlen.MODULES:
-        module = varlen.load(name)
+@pytest.mark.parametrize("kernels", [VARLEN, MASKED], ids=lambda kernels: kernels.takes)
+def test_each_kernel_has_its_module(kernels: VariantKernels) -> None:
+    for name in kernels.modules:
+        module = kernels.load(name)
         assert all(callable(getattr(module, part)) for part in ("check", "forward", "backward"))

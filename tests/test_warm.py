@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fa_inductor import cli, demo, kernels, object_cache
 from fa_inductor.errors import BundleError, FaInductorError, OptionError
-from fa_inductor.kernels import masked, varlen
 from fa_inductor.spec import AttentionSpec, TensorSpec
 from fa_inductor.warming import bundle, record, tracing
 from fa_inductor.warming.compile_only import Seeing
@@ -169,14 +168,11 @@ def test_the_demo_has_one_attention() -> None:
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    loads = (kernels.load, masked.load, varlen.load)
-    for each in loads:
-        each.cache_clear()
+    kernels.load.cache_clear()
     record._written.clear()
     monkeypatch.setenv(kernels.RECORD, str(tmp_path / "run.jsonl"))
     yield tmp_path / "run.jsonl"
-    for each in loads:
-        each.cache_clear()
+    kernels.load.cache_clear()
 
 
 def test_a_real_run_records_each_class_once(recorded: Path) -> None:

@@ -67,17 +67,17 @@ def load(name: str) -> Any:
     """The kernel called `name`. Raises `UnknownKernelError`."""
     check_known(name)
     if name in BUILT_IN:
-        return recorded(name, importlib.import_module(BUILT_IN[name]), "dense")
+        return recorded(name, importlib.import_module(BUILT_IN[name]))
     return _plugins()[name].load()
 
 
-def recorded(name: str, module: Any, form: str) -> Any:
+def recorded(name: str, module: Any) -> Any:
     """`module`, whose calls are written down where that is asked for."""
     if not os.environ.get(RECORD):
         return module
     from ..warming.record import Recorded
 
-    return Recorded(name, module, form)
+    return Recorded(name, module)
 
 
 def extra_rows(name: str) -> tuple[Row, ...]:

@@ -8,6 +8,7 @@ Its Python entries cost several times what their launches do, so the launches ar
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch import Tensor
 
 from ..errors import DeviceError, DtypeError, MissingLibraryError, ShapeError
 from ..layout import packed_strides
-from ..problem import Gradients, Inputs, Problem
+from ..problem import Gradients, Inputs, Problem, Saved
 from ..target import TESTED_LIBRARIES
 from ..torch_compat import view_as_any
 from . import fa4_objects
-from .fa4_launch import Repeat, recording
+from .fa4_launch import Recording, Repeat, recording
 
 SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -66,6 +67,15 @@ def _check(problem: Problem, inputs: Inputs) -> None:
     for dim in (q.shape[3], v.shape[3]):
         if dim % 8 or not 8 <= dim <= 256:
             raise ShapeError(f"Kernel fa4 takes head dims 8, 16, ... 256, got {dim}.")
+
+
+def check_variant(problem: Problem, inputs: Inputs) -> None:
+    """The same for a variant of attention, of which nobody else has looked at the sink."""
+    _check(problem, inputs)
+    if inputs.sink is not None and inputs.sink.dtype not in SINK_DTYPES:
+        raise DtypeError(
+            f"Kernel fa4 takes sinks of float16, bfloat16 and float32, got {inputs.sink.dtype}."
+        )
 
 
 def _bshd(tensor: Tensor) -> Tensor:
@@ -147,23 +157,10 @@ def backward(
     if _has_lengths(inputs):
         for grad in grads[:3]:
             grad.zero_()
-    interface = _interface()
-    entry = interface._flash_attn_bwd
-    entries = (interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)
-    saved = [_bshd(out), lse, _bshd(grad_out), grad_lse]
+    saved = (_bshd(out), lse, _bshd(grad_out), grad_lse)
     made = [_bshd(grad) for grad in grads[:3]]
     given = [*_given(inputs), *saved, *made, None, None]
-    q, k, v = given[:3]
-    with recording(entries) as noted:
-        results = entry(
-            *(q, k, v, saved[0], saved[2], lse),
-            **_arguments(problem, inputs),
-            deterministic=problem.deterministic,
-            dq=made[0],
-            dk=made[1],
-            dv=made[2],
-            dlse=grad_lse,
-        )
+    noted, results = noted_backward(problem, given[:3], saved, made, _arguments(problem, inputs))
     made_by_fa4 = {}
     if inputs.sink is not None:
         if grads.sink is None:
@@ -171,3 +168,25 @@ def backward(
         grads.sink.copy_(results[3])
         made_by_fa4[len(given) - 1] = results[3]
     return None if _has_lengths(inputs) else noted.repeat(given, made_by_fa4)
+
+
+def noted_backward(
+    problem: Problem,
+    qkv: Sequence[Tensor | None],
+    saved: Saved,
+    made: Sequence[Tensor],
+    arguments: dict[str, Any],
+) -> tuple[Recording, Any]:
+    """FA4's backward, of tensors as it takes them: its launches, and what it gives back, of which
+    the fourth is the gradient of the sink.
+
+    made: memory for the gradients of q, k and v.
+    """
+    interface = _interface()
+    entry = interface._flash_attn_bwd
+    out, lse, grad_out, grad_lse = saved
+    grads = dict(zip(("dq", "dk", "dv"), made, strict=True), dlse=grad_lse)
+    fixed = {**arguments, "deterministic": problem.deterministic}
+    with recording((interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)) as noted:
+        results = entry(*qkv, out, grad_out, lse, **fixed, **grads)
+    return noted, results

@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from .. import mask_text
-from ..errors import DtypeError
 from ..layout import packed_strides
-from ..masked_problem import QUERY_BLOCK, Blocks, Visible, key_block
-from ..problem import Gradients, Inputs, Problem
+from ..masked_problem import QUERY_BLOCK, Blocks, MaskedInputs, key_block
+from ..problem import Gradients, Problem
 from ..torch_compat import view_as_any
 from . import fa4
 from .fa4_launch import Repeat, recording
@@ -26,62 +25,39 @@ from .fa4_launch import Repeat, recording
 _INDICES = mask_text.INDICES
 
 
-def check(problem: Problem, inputs: Inputs, visible: Visible) -> None:
+def check(problem: Problem, inputs: MaskedInputs) -> None:
     """The limits that hold on every GPU."""
-    fa4._check(problem, inputs)
-    if inputs.sink is not None and inputs.sink.dtype not in fa4.SINK_DTYPES:
-        raise DtypeError(
-            f"Kernel fa4 takes sinks of float16, bfloat16 and float32, got {inputs.sink.dtype}."
-        )
+    fa4.check_variant(problem, inputs.dense)
 
 
-def forward(
-    problem: Problem, inputs: Inputs, visible: Visible, out: Tensor, lse: Tensor
-) -> Repeat | None:
-    """See `fa_inductor.kernels.masked`."""
+def forward(problem: Problem, inputs: MaskedInputs, out: Tensor, lse: Tensor) -> Repeat | None:
+    """See `fa_inductor.kernels.variants`."""
     entry = fa4._interface()._flash_attn_fwd
-    qkv, sink, read, blocks = _given(inputs, visible, visible.by_query)
-    made = fa4._bshd(out)
+    blocks, made = _packed(inputs.visible.by_query), fa4._bshd(out)
+    given = _given(inputs, blocks)
+    arguments = _arguments(problem, inputs, blocks)
     with recording((entry,)) as noted:
-        entry(
-            *qkv,
-            **_arguments(problem, inputs, visible, read, blocks),
-            return_lse=True,
-            out=made,
-            lse=lse,
-        )
-    return noted.repeat([*qkv, sink, *read, *_expanded(blocks, inputs), made, lse])
+        entry(*given[:3], **arguments, return_lse=True, out=made, lse=lse)
+    return noted.repeat([*given, made, lse])
 
 
 def backward(
     problem: Problem,
-    inputs: Inputs,
-    visible: Visible,
+    inputs: MaskedInputs,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grads: Gradients,
 ) -> Repeat | None:
-    """See `fa_inductor.kernels.masked`."""
-    assert visible.by_key is not None
-    interface = fa4._interface()
-    entry = interface._flash_attn_bwd
-    entries = (interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)
-    qkv, sink, read, blocks = _given(inputs, visible, visible.by_key)
-    saved = [fa4._bshd(out), lse, fa4._bshd(grad_out), grad_lse]
+    """See `fa_inductor.kernels.variants`."""
+    assert inputs.visible.by_key is not None
+    blocks = _packed(inputs.visible.by_key)
+    saved = (fa4._bshd(out), lse, fa4._bshd(grad_out), grad_lse)
     made = [fa4._bshd(grad) for grad in grads[:3]]
-    with recording(entries) as noted:
-        results = entry(
-            *(*qkv, saved[0], saved[2], lse),
-            **_arguments(problem, inputs, visible, read, blocks),
-            deterministic=problem.deterministic,
-            dq=made[0],
-            dk=made[1],
-            dv=made[2],
-            dlse=grad_lse,
-        )
-    given = [*qkv, sink, *read, *_expanded(blocks, inputs), *saved, *made]
+    given = [*_given(inputs, blocks), *saved, *made]
+    arguments = _arguments(problem, inputs, blocks)
+    noted, results = fa4.noted_backward(problem, given[:3], saved, made, arguments)
     if inputs.sink is None:
         return noted.repeat(given)
     if grads.sink is None:
@@ -90,30 +66,25 @@ def backward(
     return noted.repeat([*given, None], {len(given): results[3]})
 
 
-def _given(
-    inputs: Inputs, visible: Visible, blocks: Blocks
-) -> tuple[list[Tensor], Tensor | None, list[Tensor], list[Tensor]]:
-    """q, k, v, sink, mask tensors and block lists as FA4 takes them."""
+def _given(inputs: MaskedInputs, blocks: list[Tensor]) -> list[Tensor | None]:
+    """The tensors as FA4's kernels take them, in the order of a repeated call.
+
+    The block lists are expanded, as FA4 does. It is not given them so: it packs the heads of a
+    group only if it sees that they share one list.
+    """
     qkv = [fa4._bshd(tensor) for tensor in inputs[:3]]
     sink = None if inputs.sink is None else inputs.sink.detach()
-    return qkv, sink, list(visible.tensors), [_packed(each) for each in blocks]
-
-
-def _expanded(blocks: list[Tensor], inputs: Inputs) -> list[Tensor]:
-    """Block lists as FA4 hands them to its kernels. It is not given them so: it packs the heads of
-    a group only if it sees that they share one list."""
     batch, heads = inputs.q.shape[:2]
-    return [each.expand(batch, heads, *each.shape[2:]) for each in blocks]
+    expanded = [each.expand(batch, heads, *each.shape[2:]) for each in blocks]
+    return [*qkv, sink, *inputs.visible.tensors, *expanded]
 
 
-def _packed(tensor: Tensor) -> Tensor:
+def _packed(blocks: Blocks) -> list[Tensor]:
     """FA4 looks at the strides of dimensions of size 1 too."""
-    return view_as_any(tensor, tensor.shape, packed_strides(tensor), 0)
+    return [view_as_any(each, each.shape, packed_strides(each), 0) for each in blocks]
 
 
-def _arguments(
-    problem: Problem, inputs: Inputs, visible: Visible, read: list[Tensor], blocks: list[Tensor]
-) -> dict[str, Any]:
+def _arguments(problem: Problem, inputs: MaskedInputs, blocks: list[Tensor]) -> dict[str, Any]:
     """Arguments that FA4's forward and backward share."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
@@ -122,8 +93,8 @@ def _arguments(
         "softmax_scale": problem.scale,
         "softcap": problem.softcap,
         "learnable_sink": None if inputs.sink is None else inputs.sink.detach(),
-        "mask_mod": mask_function(visible.text),
-        "aux_tensors": read or None,
+        "mask_mod": mask_function(inputs.visible.text),
+        "aux_tensors": list(inputs.visible.tensors) or None,
         "block_sparse_tensors": BlockSparseTensorsTorch(*blocks, block_size=size),
     }
 

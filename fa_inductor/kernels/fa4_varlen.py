@@ -11,25 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DtypeError
-from ..problem import Gradients, Inputs, Problem
-from ..varlen_problem import VarlenInputs, as_bhsd
+from ..problem import Gradients, Problem
+from ..varlen_problem import VarlenInputs
 from . import fa4
 from .fa4_launch import Recording, Repeat, recording
 
 
 def check(problem: Problem, inputs: VarlenInputs) -> None:
     """The limits that hold on every GPU."""
-    q, k, v = map(as_bhsd, inputs[:3])
-    fa4._check(problem, Inputs(q, k, v, sink=inputs.sink))
-    if inputs.sink is not None and inputs.sink.dtype not in fa4.SINK_DTYPES:
-        raise DtypeError(
-            f"Kernel fa4 takes sinks of float16, bfloat16 and float32, got {inputs.sink.dtype}."
-        )
+    fa4.check_variant(problem, inputs.dense)
 
 
 def forward(problem: Problem, inputs: VarlenInputs, out: Tensor, lse: Tensor) -> Repeat | None:
-    """See `fa_inductor.kernels.varlen`."""
+    """See `fa_inductor.kernels.variants`."""
     entry = fa4._interface()._flash_attn_fwd
     given = _given(inputs)
     with recording((entry,)) as noted:
@@ -46,22 +40,10 @@ def backward(
     grad_lse: Tensor | None,
     grads: Gradients,
 ) -> Repeat | None:
-    """See `fa_inductor.kernels.varlen`."""
-    interface = fa4._interface()
-    entry = interface._flash_attn_bwd
-    entries = (interface._bwd_preprocess, entry, interface._bwd_postprocess_convert)
-    given = _given(inputs)
-    saved = [out.detach(), lse, grad_out.detach(), grad_lse]
-    with recording(entries) as noted:
-        results = entry(
-            *(*given[:3], saved[0], saved[2], lse),
-            **_arguments(problem, inputs),
-            deterministic=problem.deterministic,
-            dq=grads.q,
-            dk=grads.k,
-            dv=grads.v,
-            dlse=grad_lse,
-        )
+    """See `fa_inductor.kernels.variants`."""
+    given, arguments = _given(inputs), _arguments(problem, inputs)
+    saved = (out.detach(), lse, grad_out.detach(), grad_lse)
+    noted, results = fa4.noted_backward(problem, given[:3], saved, grads[:3], arguments)
     made_by_fa4 = {}
     if grads.sink is not None:
         grads.sink.copy_(results[3])

@@ -10,47 +10,49 @@ import torch
 from torch import Tensor
 
 from .. import mask_text
-from ..masked_problem import QUERY_BLOCK, Blocks, Visible, key_block
+from ..masked_problem import QUERY_BLOCK, Blocks, MaskedInputs, key_block
 from ..problem import Gradients, Inputs, Problem
 from . import reference
 
 
-def check(problem: Problem, inputs: Inputs, visible: Visible) -> None:
+def check(problem: Problem, inputs: MaskedInputs) -> None:
     """It takes everything."""
 
 
-def forward(problem: Problem, inputs: Inputs, visible: Visible, out: Tensor, lse: Tensor) -> None:
-    """See `fa_inductor.kernels.masked`."""
-    tiles = QUERY_BLOCK, key_block(inputs.q.shape[3])
-    partial, whole = (_spread(each, tiles) for each in _listed(visible.by_query))
-    reference.forward(problem, _with_bias(inputs, visible, partial, whole), out, lse)
+def forward(problem: Problem, inputs: MaskedInputs, out: Tensor, lse: Tensor) -> None:
+    """See `fa_inductor.kernels.variants`."""
+    listed = _listed(inputs.visible.by_query)
+    reference.forward(problem, _with_bias(inputs, *listed), out, lse)
 
 
 def backward(
     problem: Problem,
-    inputs: Inputs,
-    visible: Visible,
+    inputs: MaskedInputs,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """See `fa_inductor.kernels.masked`."""
-    assert visible.by_key is not None
-    tiles = QUERY_BLOCK, key_block(inputs.q.shape[3])
-    partial, whole = (_spread(each.mT, tiles) for each in _listed(visible.by_key))
-    given = _with_bias(inputs, visible, partial, whole)
+    """See `fa_inductor.kernels.variants`."""
+    assert inputs.visible.by_key is not None
+    listed = (each.mT for each in _listed(inputs.visible.by_key))
+    given = _with_bias(inputs, *listed)
     reference.backward(problem, given, out, lse, grad_out, grad_lse, grads)
 
 
-def _with_bias(inputs: Inputs, visible: Visible, partial: Tensor, whole: Tensor) -> Inputs:
-    """partial, whole: which scores lie in such a block, (B or 1, H or 1, >= Sq, >= Sk)."""
+def _with_bias(inputs: MaskedInputs, *listed: Tensor) -> Inputs:
+    """listed: which blocks are partial and which whole: bools, (B or 1, H or 1, those of queries,
+    those of keys)."""
     q, sq, sk = inputs.q, inputs.q.shape[2], inputs.k.shape[2]
+    visible, tiles = inputs.visible, (QUERY_BLOCK, key_block(q.shape[3]))
+    partial, whole = (_spread(each, tiles) for each in listed)
     shape = (*q.shape[:3], sk)
     shown = mask_text.rendered(visible.text, visible.tensors, shape, q.device)
     shown = (shown & partial[..., :sq, :sk]) | whole[..., :sq, :sk]
-    return inputs._replace(bias=torch.zeros(shape, device=q.device).masked_fill(~shown, -torch.inf))
+    return inputs.dense._replace(
+        bias=torch.zeros(shape, device=q.device).masked_fill(~shown, -torch.inf)
+    )
 
 
 def _listed(blocks: Blocks) -> tuple[Tensor, Tensor]:

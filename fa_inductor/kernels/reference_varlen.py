@@ -21,7 +21,7 @@ def check(problem: Problem, inputs: VarlenInputs) -> None:
 
 
 def forward(problem: Problem, inputs: VarlenInputs, out: Tensor, lse: Tensor) -> None:
-    """See `fa_inductor.kernels.varlen`."""
+    """See `fa_inductor.kernels.variants`."""
     out.zero_()
     lse.copy_(torch.tensor(float("-inf")) if inputs.sink is None else inputs.sink[:, None])
     for rows, keys in _sequences(inputs):
@@ -38,7 +38,7 @@ def backward(
     grad_lse: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """See `fa_inductor.kernels.varlen`."""
+    """See `fa_inductor.kernels.variants`."""
     for grad in grads[:3]:
         grad.zero_()
     sum_sink = torch.zeros(lse.shape[0], dtype=lse.dtype, device=lse.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..masked_problem import QUERY_BLOCK, Blocks, Visible, blocks_in, key_block
+from ..masked_problem import QUERY_BLOCK, Blocks, MaskedInputs, Visible, blocks_in, key_block
 from ..op_memory import lse_dtype
 from ..problem import Gradients, Inputs
 from ..torch_compat import fake_tensors, without_dispatch_modes
@@ -56,13 +56,13 @@ def _gradients(job: Job) -> Gradients:
     return Gradients(q, k, v, sink=sink)
 
 
-def _run(module: Any, job: Job, inputs: tuple[Any, ...], tensors: dict[str, Tensor]) -> None:
+def _run(module: Any, job: Job, inputs: Any, tensors: dict[str, Tensor]) -> None:
     out, lse, grad_out, grad_lse = _results(job, tensors)
     if job.backward:
         saved = (out, lse, grad_out, grad_lse)
-        module.backward(job.problem, *inputs, *saved, _gradients(job))
+        module.backward(job.problem, inputs, *saved, _gradients(job))
     else:
-        module.forward(job.problem, *inputs, out, lse if job.with_lse else None)
+        module.forward(job.problem, inputs, out, lse if job.with_lse else None)
 
 
 def _dense(job: Job) -> None:
@@ -70,7 +70,7 @@ def _dense(job: Job) -> None:
 
     tensors = {name: _fake(layout) for name, layout in job.tensors.items()}
     inputs = Inputs(**{n: tensors.get(n) for n in Inputs._fields})  # type: ignore[arg-type]
-    _run(fa4, job, (inputs,), tensors)
+    _run(fa4, job, inputs, tensors)
 
 
 def _varlen(job: Job) -> None:
@@ -79,20 +79,20 @@ def _varlen(job: Job) -> None:
     given = {name: _fake(layout) for name, layout in job.tensors.items()}
     tensors: dict[str, Any] = {name: t for name, t in given.items() if name != "grad_out"}
     inputs = VarlenInputs(**tensors, max_seqlen_q=job.bounds[0], max_seqlen_k=job.bounds[1])
-    _run(fa4_varlen, job, (inputs,), given)
+    _run(fa4_varlen, job, inputs, given)
 
 
 def _masked(job: Job) -> None:
     from ..kernels import fa4_masked
 
     tensors = {name: _fake(layout) for name, layout in job.tensors.items() if name != "rows"}
-    inputs = Inputs(tensors["q"], tensors["k"], tensors["v"], sink=tensors.get("sink"))
     read = tuple(tensors[f"t{n}"] for n in range(len(tensors)) if f"t{n}" in tensors)
     sq, sk = job.lengths
-    queries, keys = blocks_in(sq, QUERY_BLOCK), blocks_in(sk, key_block(inputs.q.shape[3]))
+    queries, keys = blocks_in(sq, QUERY_BLOCK), blocks_in(sk, key_block(job.tensors["q"].shape[3]))
     by_query, by_key = _blocks(job, queries, keys), _blocks(job, keys, queries)
     visible = Visible(job.text, read, by_query, by_key)
-    _run(fa4_masked, job, (inputs, visible), tensors)
+    q, k, v = (tensors[name] for name in "qkv")
+    _run(fa4_masked, job, MaskedInputs(q, k, v, visible, tensors.get("sink")), tensors)
 
 
 def _blocks(job: Job, rows: Any, columns: Any) -> Blocks:

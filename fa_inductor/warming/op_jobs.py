@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..masked_problem import MaskedCall, Visible
+from ..masked_problem import MaskedCall, MaskedInputs
 from ..op_schemas import NAMESPACE
 from ..problem import Inputs, Problem
-from ..spec import default_scale
+from ..spec import BSHD, default_scale
 from ..varlen_problem import VarlenCall, VarlenInputs
 from .jobs import Job, Layout
 
@@ -32,14 +32,11 @@ def of_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Job | 
         "lse_grad": given.get("grad_lse") is not None,
         "sink_grad": bool(given.get("sink_grad", False)),
     }
-    if "varlen" in name:
-        varlen = VarlenCall(**{field: given[field] for field in VarlenCall._fields})
-        return of_varlen(varlen.kernel, backward, varlen.problem, varlen.inputs, **rest)
-    if "masked" in name:
-        given.setdefault("out_order", "BSHD")
-        masked = MaskedCall(**{field: given[field] for field in MaskedCall._fields})
-        where = masked.inputs, masked.visible
-        return of_masked(masked.kernel, backward, masked.problem, *where, **rest)
+    for variant in (VarlenCall, MaskedCall):
+        if variant.__name__.removesuffix("Call").lower() in name:
+            given.setdefault("out_order", BSHD)
+            call = variant(**{field: given[field] for field in variant._fields})
+            return of_call(call.kernel, backward, call.problem, call.inputs, **rest)
     if "packed" in name:
         for view in "qkv":
             numbers = given[view]
@@ -50,42 +47,29 @@ def of_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Job | 
     scale = default_scale(given["q"].shape[-1]) if scale is None else scale
     defaults = Problem(scale)
     problem = Problem(scale, **{n: given.get(n, getattr(defaults, n)) for n in _NUMBERS})
-    tensors: dict[str, Any] = {field: given.get(field) for field in Inputs._fields}
+    inputs = Inputs(**{field: given.get(field) for field in Inputs._fields})  # type: ignore[arg-type]
     with_lse = "inference" not in name and bool(given.get("with_lse", True))
-    return of_dense(
-        given["kernel"], backward, problem, Inputs(**tensors), with_lse=with_lse, **rest
-    )
+    return of_call(given["kernel"], backward, problem, inputs, with_lse=with_lse, **rest)
 
 
-def of_dense(kernel: str, backward: bool, problem: Problem, inputs: Inputs, **rest: Any) -> Job:
-    """rest: grad_out, with_lse, lse_grad and sink_grad, as in `Job`."""
-    return _job("dense", kernel, backward, problem, inputs._asdict(), **rest)
-
-
-def of_varlen(
-    kernel: str, backward: bool, problem: Problem, inputs: VarlenInputs, **rest: Any
-) -> Job:
-    bounds = (int(inputs.max_seqlen_q), int(inputs.max_seqlen_k))
-    return _job("varlen", kernel, backward, problem, inputs._asdict(), bounds=bounds, **rest)
-
-
-def of_masked(
-    kernel: str, backward: bool, problem: Problem, inputs: Inputs, visible: Visible, **rest: Any
-) -> Job:
-    tensors = inputs._asdict() | {f"t{n}": each for n, each in enumerate(visible.tensors)}
-    tensors["rows"] = visible.by_query.partial_count[..., 0]
-    return _job("masked", kernel, backward, problem, tensors, text=visible.text, **rest)
-
-
-def _job(
-    form: str,
+def of_call(
     kernel: str,
     backward: bool,
     problem: Problem,
-    tensors: Mapping[str, Any],
+    inputs: Inputs | VarlenInputs | MaskedInputs,
     grad_out: Tensor | None = None,
     **rest: Any,
 ) -> Job:
+    """rest: with_lse, lse_grad and sink_grad, as in `Job`."""
+    form, tensors = "dense", inputs._asdict()
+    if isinstance(inputs, VarlenInputs):
+        form = "varlen"
+        rest["bounds"] = (int(inputs.max_seqlen_q), int(inputs.max_seqlen_k))
+    elif isinstance(inputs, MaskedInputs):
+        form, visible = "masked", inputs.visible
+        tensors |= {f"t{n}": each for n, each in enumerate(visible.tensors)}
+        tensors["rows"] = visible.by_query.partial_count[..., 0]
+        rest["text"] = visible.text
     layouts = {name: Layout.of(t) for name, t in tensors.items() if isinstance(t, Tensor)}
     if grad_out is not None and Layout.of(grad_out).expanded:
         layouts["grad_out"] = Layout.of(grad_out)

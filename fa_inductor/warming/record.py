@@ -7,40 +7,34 @@ that are only repeated are not looked at. Several processes may write to one fil
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from ..kernels import RECORD
-from . import op_jobs
 from .jobs import Job
+from .op_jobs import of_call
 
 _written: set[str] = set()
 
 
 class Recorded:
-    """A kernel's module that writes down what it is called for.
+    """A kernel's module, dense or of a variant, that writes down what it is called for."""
 
-    of_call: `op_jobs.of_dense` or its like. inputs: how many arguments say what is computed.
-    """
-
-    def __init__(self, kernel: str, module: Any, form: str) -> None:
+    def __init__(self, kernel: str, module: Any) -> None:
         self._kernel, self._module = kernel, module
-        self._of_call: Callable[..., Job] = getattr(op_jobs, f"of_{form}")
-        self._inputs = 3 if form == "masked" else 2
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
     def forward(self, *args: Any) -> Any:
         with_lse = args[-1] is not None
-        write(self._of_call(self._kernel, False, *args[: self._inputs], with_lse=with_lse))
+        write(of_call(self._kernel, False, *args[:2], with_lse=with_lse))
         return self._module.forward(*args)
 
     def backward(self, *args: Any) -> Any:
         grad_out, grad_lse, grads = args[-3:]
         rest = {"grad_out": grad_out, "lse_grad": grad_lse is not None}
         rest["sink_grad"] = grads.sink is not None
-        write(self._of_call(self._kernel, True, *args[: self._inputs], **rest))
+        write(of_call(self._kernel, True, *args[:2], **rest))
         return self._module.backward(*args)
 
 

@@ -178,7 +178,6 @@ def test_a_broadcast_bias_of_lengths_that_vary() -> None:
         lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask),
         backend="fa_inductor",
         fullgraph=True,
-        dynamic=True,
         options={"fa.on_fallback": "error"},
     )
     for length in (6144, 6102, 6101):
@@ -189,6 +188,8 @@ def test_a_broadcast_bias_of_lengths_that_vary() -> None:
         q, k, v, grad = (tensor.transpose(1, 2) for tensor in (q, k, v, grad))
         mask = torch.randn(1, 1, 1, length, device="cuda", dtype=torch.bfloat16)
         leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        for tensor, dim in ((leaves[0], 2), (leaves[1], 2), (leaves[2], 2), (mask, 3)):
+            torch._dynamo.mark_dynamic(tensor, dim)
         poison_cuda_free_memory(0.2)
         out, report = run_reported(compiled, *leaves, mask)
         assert kernels_of(report) in (["cudnn"], [])
@@ -205,4 +206,6 @@ def test_a_broadcast_bias_of_lengths_that_vary() -> None:
         gradients = step()
         assert all(torch.isfinite(each).all() for each in gradients)
         del gradients
-        assert _peak(step) < heads * length * length * 2 / 10
+        tensors = 4 * q.numel() * 2  # the output and three gradients, which no mask changes
+        inside = 3 * q.numel() * 4  # cuDNN's own gradients, in float32
+        assert _peak(step) - tensors - inside < heads * length * length * 2 / 10
