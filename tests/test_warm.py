@@ -1,12 +1,8 @@
-"""Jobs from specs, ops and recorded calls; warming with the real FA4 for targets not present."""
+"""Jobs: the calls that kernels are compiled for, from specs, ops, models and recorded runs."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,30 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from warm_specs import spec
 
-from fa_inductor import cli, demo, kernels, object_cache
-from fa_inductor.errors import BundleError, FaInductorError, OptionError
-from fa_inductor.spec import AttentionSpec, TensorSpec
-from fa_inductor.warming import bundle, record, tracing
+from fa_inductor import demo, kernels
+from fa_inductor.errors import OptionError
+from fa_inductor.warming import record, tracing
 from fa_inductor.warming.compile_only import Seeing
 from fa_inductor.warming.jobs import Job, Layout, of_spec, read
-from fa_inductor.warming.warm import warm
-
-needs_fa4 = pytest.mark.skipif(
-    not any((Path(p) / "flash_attn" / "cute").exists() for p in sys.path), reason="needs FA4"
-)
-
-
-def spec(sq: int = 100, sk: int = 100, dim: int = 64, **rest: Any) -> AttentionSpec:
-    def tensor(heads: int, length: int) -> TensorSpec:
-        stride = (length * heads * dim, dim, heads * dim, 1)
-        return TensorSpec((2, heads, length, dim), stride, torch.bfloat16, torch.device("cpu"))
-
-    return AttentionSpec(tensor(4, sq), tensor(2, sk), tensor(2, sk), torch.bfloat16, **rest)
-
 
 # --- Jobs -----------------------------------------------------------------------------------------
 
@@ -65,6 +46,18 @@ def test_equal_lengths_stay_equal_and_others_do_not() -> None:
 @pytest.mark.parametrize("job", of_spec(spec(needs_grad=True, softcap=5.0, window=(8, 0))))
 def test_a_job_survives_its_file(job: Job) -> None:
     assert read([job.dumps(), "", job.dumps()]) == [job]
+
+
+def test_variable_lengths_change_their_bounds_or_where_there_are_none_their_rows() -> None:
+    tensors = {name: Layout((20, 4, 64), "bfloat16") for name in "qkv"}
+    tensors |= {f"cu_seqlens_{name}": Layout((3,), "int32") for name in "qk"}
+    (dense,) = of_spec(spec())
+    bounded = Job("varlen", "fa4", False, dense.problem, tensors, bounds=(12, 11))
+    assert (bounded.lengths, bounded.with_lengths(7, 9).bounds) == ((12, 11), (7, 9))
+    unbounded = Job("varlen", "fa4", False, dense.problem, tensors).with_lengths(7, 9)
+    assert (unbounded.bounds, unbounded.lengths) == ((0, 0), (7, 9))
+    assert [unbounded.tensors[name].shape[0] for name in "qkv"] == [7, 9, 9]
+    assert unbounded.tensors["cu_seqlens_q"] == tensors["cu_seqlens_q"]
 
 
 def test_a_report_s_specs_can_be_read() -> None:
@@ -140,6 +133,27 @@ def test_jobs_of_packed_variable_and_masked_ops() -> None:
     assert (jobs[2].bounds, jobs[3].tensors["cu_seqlens_q"]) == ((12, 11), Layout((3,), "int32"))
 
 
+def test_jobs_of_a_mask_keep_what_it_reads_as_it_is() -> None:
+    def make() -> Any:
+        q, kept = empty(2, 4, 256, 64, grad=True), torch.empty(256, 2, dtype=torch.bool)
+
+        def attend(q: Tensor, kept: Tensor) -> Tensor:
+            places = torch.arange(q.shape[2])
+            mask = (places <= places[:, None]) & kept.t()[:, None, None]
+            return F.scaled_dot_product_attention(q, q, q, mask)
+
+        return attend, (q, kept), {}
+
+    jobs = tracing.jobs_of(make, "sm_90a", {"fa.kernels": ("fa4",)})
+    assert [(job.form, job.backward) for job in jobs] == [("masked", False), ("masked", True)]
+    for job in map(read, [[job.dumps()] for job in jobs]):
+        assert job[0].text
+        assert job[0].tensors["rows"].shape == (2, 1)
+        longer = list(job[0].all_lengths())[-1]
+        assert longer.lengths == (65536, 65536)
+        assert longer.tensors["t0"] == Layout((256, 2), "uint8", strides=(2, 1))
+
+
 def test_a_model_is_traced_without_weights() -> None:
     def make() -> Any:
         layer = torch.nn.Linear(8192, 8192 * 1024, dtype=torch.float32)  # 256 GiB
@@ -190,96 +204,3 @@ def test_a_real_run_records_each_class_once(recorded: Path) -> None:
     ]
     assert len(recorded.read_text().splitlines()) == 3
     assert jobs[0].tensors["q"] == Layout((1, 4, 6, 8), "float32")
-
-
-# --- The real FA4 ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(object_cache.DIRECTORY, str(tmp_path / "root"))
-    return tmp_path / "root"
-
-
-@needs_fa4
-def test_two_targets_in_one_directory_share_nothing_and_a_second_run_compiles_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job.of_json(json.loads(of_spec(spec())[0].dumps()))
-    first = warm([job], ["sm_90a", "sm_100a"], jobs=2)
-    assert [each.failed for each in first.targets] == [{}, {}]
-    assert [each.compiled for each in first.targets] == [1, 2]
-    objects = {arch: list(root.glob(f"fa4-{arch}-*/*/*.o")) for arch in ("sm_90a", "sm_100a")}
-    digests = [hashlib.sha256(p.read_bytes()).digest() for ps in objects.values() for p in ps]
-    assert len(set(digests)) == len(digests) == 3
-    second = warm([job], ["sm_90a", "sm_100a"], jobs=2)
-    assert [(each.compiled, each.found) for each in second.targets] == [(0, 1), (0, 2)]
-
-    victim = objects["sm_90a"][0]
-    victim.write_bytes(victim.read_bytes()[:-100])
-    assert warm([job], "sm_90a").compiled == 1
-    _bundles(tmp_path, monkeypatch)
-
-
-def _bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved, unpacked elsewhere, and refused where they do not fit."""
-    saved = bundle.save(tmp_path / "all.zip")
-    assert saved.objects == 3
-    environment = next(s for s in object_cache.stores() if "sm_90a" in s.folder.name).environment
-    monkeypatch.setenv(object_cache.DIRECTORY, str(tmp_path / "elsewhere"))
-    assert bundle.load(tmp_path / "all.zip", dict(environment)).objects == 3
-    intact, damaged = object_cache.verify()
-    assert (len(intact), damaged) == (3, [])
-    for name, value in (("arch", "sm_103a"), ("flash-attn-4", "4.0.0b37"), ("sms", "144")):
-        with pytest.raises(BundleError, match=rf"{name} \S+ \(here {value}\)"):
-            bundle.load(tmp_path / "all.zip", {**environment, name: value})
-    data = bytearray((tmp_path / "all.zip").read_bytes())
-    data[len(data) // 2] ^= 255
-    (tmp_path / "damaged.zip").write_bytes(data)
-    with pytest.raises(FaInductorError):
-        bundle.load(tmp_path / "damaged.zip")
-
-
-@needs_fa4
-def test_the_command_line(root: Path, tmp_path: Path) -> None:
-    file = tmp_path / "specs.jsonl"
-    file.write_text(json.dumps(spec(dim=24).to_json() | {"dtype": "float32"}) + "\n")
-    shapes = {name: {"shape": [1, 2, 8, 20], "dtype": "bfloat16"} for name in "qkv"}
-    file.write_text(json.dumps({**shapes, "needs_grad": False}) + "\n")
-    ran = CliRunner().invoke(cli.main, ["warm", str(file), "--target", "sm_90a", "--jobs", "1"])
-    assert ran.exit_code == 1
-    assert "head dims 8, 16" in " ".join(ran.output.split())
-    ran = CliRunner().invoke(cli.main, ["warm", str(file), "--target", "sm_42"])
-    assert "Unknown target 'sm_42'" in ran.output
-    assert CliRunner().invoke(cli.main, ["cache", "list"]).output.strip() == str(root)
-    assert "0 intact" in CliRunner().invoke(cli.main, ["cache", "verify"]).output
-    ran = CliRunner().invoke(cli.main, ["bundle", "save", str(tmp_path / "none.zip")])
-    assert "there are no kernels" in ran.output
-
-
-_GPU_TEST = """
-import pytest, torch
-def test_compiles(fa_device):
-    q = torch.randn(1, 100, 2, 64, device=fa_device, dtype=torch.bfloat16).transpose(1, 2)
-    out, _ = torch.ops.fa_inductor.attention(q, q, q, None, "none", "BSHD", False, "fa4")
-    torch.testing.assert_close(out, torch.zeros(3))
-    assert out.sum().item() == 12345
-    raise ValueError("never reached")
-def test_without_the_fixture():
-    raise ValueError
-"""
-
-
-@needs_fa4
-def test_pytest_compile_only(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "test_on_gpu.py").write_text("import fa_inductor\n" + _GPU_TEST)
-    plugin = "fa_inductor.warming.pytest_compile_only"
-    command = [sys.executable, "-m", "pytest", "-p", plugin, "--compile-only", str(tmp_path)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ran = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
-    )
-    assert ran.returncode == 0, ran.stdout
-    assert "1 skipped, 1 deselected" in ran.stdout
-    assert "compiled only: 1 kernels" in ran.stdout
-    assert len(list(root.glob("fa4-sm_90a-*/flash_attn_fwd/*.o"))) == 1

@@ -32,6 +32,13 @@ class Bundled:
     objects: int
     has_artifacts: bool
 
+    def __str__(self) -> str:
+        artifacts = "with" if self.has_artifacts else "without"
+        return (
+            f"{self.objects} kernels for {', '.join(self.stores)}, {artifacts} what PyTorch has "
+            "compiled, and no cuDNN plans: each process builds them on its GPU"
+        )
+
 
 def save(file: Path, target: str | None = None) -> Bundled:
     """Write the kernels in the cache, those of one architecture or of all, to `file`.

@@ -28,6 +28,9 @@ def compile_job(job: Job) -> None:
 
 def _fake(layout: Layout) -> Tensor:
     """A fake CUDA tensor, of rank 4 dense in (B, S, H, D) order."""
+    if layout.strides:
+        dtype = getattr(torch, layout.dtype)
+        return torch.empty_strided(layout.shape, layout.strides, dtype=dtype, device="cuda")
     wide = layout.expanded or (False,) * len(layout.shape)
     shape = [1 if w else s for s, w in zip(layout.shape, wide, strict=True)]
     dtype = getattr(torch, layout.dtype)

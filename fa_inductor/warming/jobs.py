@@ -31,11 +31,16 @@ TYPICAL = 1024  # stands for a length that is only a symbol
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes and dtype ("bfloat16") of a tensor, and which dimensions are expanded."""
+    """What of a tensor a kernel is compiled for.
+
+    shape: its sizes. dtype: "bfloat16" or so. expanded: which dimensions are. strides: in elements,
+        where they matter beyond that: of the tensors that a mask reads.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     expanded: tuple[bool, ...] = ()
+    strides: tuple[int, ...] = ()
 
     @staticmethod
     def of(tensor: Tensor | TensorSpec) -> Layout:
@@ -50,6 +55,12 @@ class Layout:
         return Layout(
             shape, str(tensor.dtype).removeprefix("torch."), tuple(zero) if any(zero) else ()
         )
+
+    @staticmethod
+    def exactly(tensor: Tensor) -> Layout:
+        """With its strides. Kernels read bools as bytes."""
+        dtype = str(tensor.dtype).removeprefix("torch.").replace("bool", "uint8")
+        return Layout(tuple(tensor.shape), dtype, strides=tensor.stride())
 
     def at(self, dim: int, size: int) -> Layout:
         """The same with another size."""
@@ -80,31 +91,33 @@ class Job:
     bounds: tuple[int, int] = (0, 0)
 
     @property
+    def _dim_of_lengths(self) -> int:
+        return 0 if self.form == "varlen" else 2
+
+    @property
     def lengths(self) -> tuple[int, int]:
-        """(Sq, Sk), or the bounds of variable lengths."""
-        if self.form == "varlen":
-            return self.bounds
-        return self.tensors["q"].shape[2], self.tensors["k"].shape[2]
+        """(Sq, Sk); of variable lengths the bounds, or all rows, which FA4 takes without."""
+        dim, (bound_q, bound_k) = self._dim_of_lengths, self.bounds
+        return bound_q or self.tensors["q"].shape[dim], bound_k or self.tensors["k"].shape[dim]
 
     def with_lengths(self, sq: int, sk: int) -> Job:
-        """The same call for other lengths."""
-        if self.form == "varlen":
-            return dataclasses.replace(self, bounds=(sq, sk))
+        """The same call for other lengths. What a mask reads stays: no length of it matters."""
         new = {"q": sq, "k": sk, "v": sk, "grad_out": sq}
         tensors = {
-            name: layout.at(2, new[name]) if name in new else layout
+            name: layout.at(self._dim_of_lengths, new[name]) if name in new else layout
             for name, layout in self.tensors.items()
         }
-        return dataclasses.replace(self, tensors=tensors)
+        bounds = (self.bounds[0] and sq, self.bounds[1] and sk)
+        return dataclasses.replace(self, tensors=tensors, bounds=bounds)
 
     def all_lengths(self) -> Iterator[Job]:
-        """This call, and the same for every class of lengths: equal ones if these are equal."""
+        """This call, and the same for every class of lengths: equal ones if these are equal.
+
+        All have the batch of this call. FA4 takes another kernel for more than 256 sequences of
+        variable length, and on sm_100 at head dim 256 for few rows of heads (4.0.0b36).
+        """
         yield self
         sq, sk = self.lengths
-        if self.form == "varlen" and 0 in (sq, sk):
-            return
-        if self.form == "masked" and any(name.startswith("t") for name in self.tensors):
-            return  # FA4 keeps nothing of lengths in a key with block lists but the tiles
         if sq == sk:
             pairs: Iterable[tuple[int, int]] = ((length, length) for length in SAME_LENGTHS)
         else:
@@ -119,7 +132,9 @@ class Job:
     @staticmethod
     def of_json(said: Mapping[str, Any]) -> Job:
         tensors = {
-            name: Layout(tuple(t["shape"]), t["dtype"], tuple(t["expanded"]))
+            name: Layout(
+                *(tuple(t["shape"]), t["dtype"], tuple(t["expanded"]), tuple(t["strides"]))
+            )
             for name, t in said["tensors"].items()
         }
         known = {**said, "problem": Problem(**said["problem"]), "tensors": tensors}

@@ -62,15 +62,16 @@ def of_call(
 ) -> Job:
     """rest: with_lse, lse_grad and sink_grad, as in `Job`."""
     form, tensors = "dense", inputs._asdict()
+    read: tuple[Tensor, ...] = ()
     if isinstance(inputs, VarlenInputs):
         form = "varlen"
         rest["bounds"] = (int(inputs.max_seqlen_q), int(inputs.max_seqlen_k))
     elif isinstance(inputs, MaskedInputs):
         form, visible = "masked", inputs.visible
-        tensors |= {f"t{n}": each for n, each in enumerate(visible.tensors)}
+        rest["text"], read = visible.text, visible.tensors
         tensors["rows"] = visible.by_query.partial_count[..., 0]
-        rest["text"] = visible.text
     layouts = {name: Layout.of(t) for name, t in tensors.items() if isinstance(t, Tensor)}
+    layouts.update({f"t{n}": Layout.exactly(t) for n, t in enumerate(read)})
     if grad_out is not None and Layout.of(grad_out).expanded:
         layouts["grad_out"] = Layout.of(grad_out)
     return Job(form, kernel, backward, problem, layouts, **rest)

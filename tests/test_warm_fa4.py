@@ -1,0 +1,160 @@
+"""Warming with the real FA4 for GPUs that are not there; tests use what one run has compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+from warm_specs import spec
+
+from fa_inductor import cli, object_cache
+from fa_inductor.errors import BundleError, FaInductorError
+from fa_inductor.warming import bundle
+from fa_inductor.warming.jobs import Job, Layout, of_spec
+from fa_inductor.warming.warm import Summary, warm_jobs
+
+pytestmark = pytest.mark.skipif(
+    not any((Path(p) / "flash_attn" / "cute").exists() for p in sys.path), reason="needs FA4"
+)
+
+DENSE = of_spec(spec(needs_grad=True))[0]
+MASKED = Job(
+    *("masked", "fa4", False, DENSE.problem),
+    {
+        **DENSE.tensors,
+        "t0": Layout((2, 100), "uint8", (), (100, 1)),
+        "rows": Layout((2, 1), "int32"),
+    },
+    text="(i - j >= 0) and (t0[b, j] != 0)",
+)
+VARIABLE = Job(
+    *("varlen", "fa4", False, DENSE.problem),
+    {name: Layout((200, 4, 64), "bfloat16") for name in "qkv"}
+    | {f"cu_seqlens_{name}": Layout((3,), "int32") for name in "qk"},
+    bounds=(100, 100),
+)
+JOBS = {"sm_90a": (DENSE, MASKED, VARIABLE), "sm_100a": (DENSE,)}
+
+
+class Warmed(NamedTuple):
+    root: Path
+    summary: Summary
+
+
+@pytest.fixture(scope="module")
+def warmed(tmp_path_factory: pytest.TempPathFactory) -> Warmed:
+    root = tmp_path_factory.mktemp("root")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(object_cache.DIRECTORY, str(root))
+        return Warmed(root, warm_jobs(JOBS, jobs=2))
+
+
+@pytest.fixture
+def root(warmed: Warmed, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(object_cache.DIRECTORY, str(warmed.root))
+    return warmed.root
+
+
+def test_each_kind_of_call_is_compiled_for_its_classes_of_lengths(warmed: Warmed) -> None:
+    assert [each.failed for each in warmed.summary.targets] == [{}, {}]
+    assert [each.compiled for each in warmed.summary.targets] == [4, 2]
+
+
+def test_two_targets_in_one_directory_share_nothing(root: Path) -> None:
+    hopper, blackwell = (
+        {hashlib.sha256(path.read_bytes()).digest() for path in root.glob(f"fa4-{arch}-*/*/*.o")}
+        for arch in JOBS
+    )
+    assert hopper
+    assert blackwell
+    assert not hopper & blackwell
+
+
+def test_a_second_run_compiles_nothing_and_says_what_has_no_kernel(
+    root: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "calls.jsonl"
+    shapes = {name: {"shape": [1, 2, 8, 20], "dtype": "bfloat16"} for name in "qkv"}
+    impossible = json.dumps({**shapes, "needs_grad": False})
+    file.write_text("\n".join((*(job.dumps() for job in JOBS["sm_90a"]), impossible)))
+    ran = CliRunner().invoke(cli.main, ["warm", str(file), "--target", "sm_90a", "--jobs", "1"])
+    assert ran.exit_code == 1
+    (counts,) = (line for line in ran.output.splitlines() if "sm_90a" in line and "-" in line)
+    assert counts.split()[1:10:2] == ["sm_90a", "4", "0", "4", "1"], ran.output
+    assert "head dims 8, 16" in " ".join(ran.output.split())
+
+
+def test_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(object_cache.DIRECTORY, str(tmp_path))
+    run = CliRunner().invoke
+    ran = run(cli.main, ["warm", "json:dumps", "--target", "sm_42"])
+    assert "Unknown target 'sm_42'" in ran.output
+    assert run(cli.main, ["cache", "list"]).output.strip() == str(tmp_path)
+    assert "0 intact" in run(cli.main, ["cache", "verify"]).output
+    ran = run(cli.main, ["bundle", "save", str(tmp_path / "none.zip")])
+    assert "there are no kernels" in ran.output
+
+
+def test_a_bundle_is_unpacked_elsewhere_and_refused_where_it_does_not_fit(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "all.zip"
+    ran = CliRunner().invoke(cli.main, ["bundle", "save", str(file)])
+    assert ran.output.startswith("6 kernels for fa4-sm_100a-148sms-"), ran.output
+    assert "no cuDNN plans" in ran.output
+    environment = next(s for s in object_cache.stores() if "sm_90a" in s.folder.name).environment
+    monkeypatch.setenv(object_cache.DIRECTORY, str(tmp_path / "elsewhere"))
+    assert bundle.load(file, dict(environment)).objects == 6
+    intact, damaged = object_cache.verify()
+    assert (len(intact), damaged) == (6, [])
+    for name, value in (("arch", "sm_103a"), ("flash-attn-4", "4.0.0b37"), ("sms", "144")):
+        with pytest.raises(BundleError, match=rf"{name} \S+ \(here {value}\)"):
+            bundle.load(file, {**environment, name: value})
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 255
+    (tmp_path / "damaged.zip").write_bytes(data)
+    with pytest.raises(FaInductorError):
+        bundle.load(tmp_path / "damaged.zip")
+
+
+_GPU_TEST = """
+import fa_inductor, pytest, torch
+def test_compiles(fa_device):
+    q = torch.randn(1, 100, 4, 64, device=fa_device, dtype=torch.bfloat16).transpose(1, 2)
+    k = q[:, :2]
+    out, _ = torch.ops.fa_inductor.attention(q, k, k, None, "none", "BSHD", False, "fa4")
+    torch.testing.assert_close(out, torch.zeros(3))
+    assert out.sum().item() == 12345
+    raise ValueError("never reached")
+def test_without_the_fixture():
+    raise ValueError
+"""
+
+
+def test_compile_only_finds_the_kernel_and_launches_nothing(root: Path, tmp_path: Path) -> None:
+    """In a process of its own, as FA4 is imported for one target; then tests with the plugin."""
+    (tmp_path / "test_on_gpu.py").write_text(_GPU_TEST)
+    child = Path(__file__).with_name("compile_only_child.py")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(
+        [sys.executable, str(child), "sm_90a", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    said, *of_pytest = ran.stdout.splitlines()
+    first, again, answers, refused = json.loads(said)
+    assert (first, again) == ([0, 1], [0, 1])
+    assert answers == [1, 1.0, 1, True, [1.0, 1.0, 1.0]]
+    assert "cannot compile for sm_120a in this process" in refused
+    assert "compiled only: 0 kernels in 0 s, 1 found" in of_pytest
+    assert "1 skipped, 1 deselected" in of_pytest[-1]
