@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import logging
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fa_inductor import jit_monitor
+from fa_inductor import jit_monitor, object_cache
 from fa_inductor.errors import JitError, OptionError
 from fa_inductor.kernels import fa4_objects
 from fa_inductor.object_store import Store
@@ -162,21 +162,36 @@ def test_on_jit_error_says_what_is_new_and_compiles_nothing(
     assert fa4.compiled == ["96 True"]
 
 
-def test_on_jit_warn_logs_each_kernel(
-    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_jit_warn_logs_each_kernel(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fa4 = Fa4(store, monkeypatch)
     jit_monitor.on_jit("warn")
-    with caplog.at_level(logging.WARNING, "fa_inductor"):
-        fa4.run(64, True)
-        fa4.run(64, True)
-    (line,) = caplog.messages
+    logged: list[str] = []
+    monkeypatch.setattr(
+        jit_monitor.log, "warning", lambda message, *args: logged.append(message % args)
+    )
+    fa4.run(64, True)
+    fa4.run(64, True)
+    (line,) = logged
     assert "first of its kind; head_dim=64, causal=True, torch.bfloat16=torch.bfloat16" in line
 
 
 def test_on_jit_takes_three_words() -> None:
     with pytest.raises(OptionError, match="Did you mean 'error'"):
         jit_monitor.on_jit("errors")
+
+
+def test_another_gpu_has_a_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cutlass = SimpleNamespace(CUDA_VERSION=SimpleNamespace(major=13))
+    monkeypatch.setitem(sys.modules, "cutlass", cutlass)
+    interface = SimpleNamespace(_get_device_arch=lambda: 100, __file__=__file__)
+    names = []
+    for arch, sms in (("sm_100a", "148"), ("sm_100a", "132"), ("sm_103a", "148")):
+        monkeypatch.setenv("CUTE_DSL_ARCH", arch)
+        monkeypatch.setenv("FLASH_ATTENTION_NUM_SMS", sms)
+        environment = fa4_objects.environment(interface)
+        names.append(object_cache.store("fa4", environment).folder.name)
+        assert names[-1].startswith(f"fa4-{arch}-{sms}sms-cuda13-")
+    assert len(set(names)) == 3
 
 
 class Colour(enum.Enum):
