@@ -3,7 +3,8 @@
 `FA_INDUCTOR_WARMED` names a cache directory that was filled on another machine, by
 
     FA_INDUCTOR_CACHE_DIR=<it> PYTHONPATH=tests/gpu fa-inductor warm fa_inductor.demo:make \
-        warm_models:llama warm_models:swept --target sm_90a --kernels fa4
+        warm_models:llama warm_models:swept warm_models:masked warm_models:variable \
+        --target sm_90a --kernels fa4
 
 Without it, it is filled here, by processes that see no GPU.
 """
@@ -33,8 +34,9 @@ def warmed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(named).resolve()
     root = tmp_path_factory.mktemp("warmed")
     target = Target.of_device(torch.device("cuda")).arch
-    models = ("fa_inductor.demo:make", "warm_models:llama", "warm_models:swept")
-    command = ["warm", *models, "--target", target, "--kernels", "fa4"]
+    names = ("llama", "swept", "masked", "variable")
+    models = (f"warm_models:{name}" for name in names)
+    command = ["warm", "fa_inductor.demo:make", *models, "--target", target, "--kernels", "fa4"]
     _run(["-m", "fa_inductor", *command], root, CUDA_VISIBLE_DEVICES="")
     return root
 
@@ -69,6 +71,14 @@ def test_a_training_step_compiles_nothing_and_is_right(warmed: Path) -> None:
     assert max(said["errors"].values()) < 0.06, said["errors"]
 
 
+def test_masks_and_variable_lengths_compile_nothing_and_are_right(warmed: Path) -> None:
+    said = _child("variants", warmed)
+    print("masks as text and variable lengths:", said)
+    assert (said["compiles"], said["plan_builds"]) == (0, 0)
+    assert said["loads"] >= 8
+    assert max(said["errors"].values()) < 0.02, said["errors"]
+
+
 def test_the_first_attention_is_quick(warmed: Path, tmp_path: Path) -> None:
     warm, cold = _child("first", warmed), _child("first", tmp_path, FA_INDUCTOR_CACHE="0")
     print(f"first attention, forward and backward: warm {warm['seconds']:.3f} s, cold "
@@ -81,6 +91,12 @@ def test_any_length_is_warm(warmed: Path) -> None:
     said = _child("sweep", warmed)
     print("lengths 1 to 8192:", said)
     assert (said["compiles"], said["plan_builds"]) == (0, 0)
+
+
+def test_cudnn_builds_a_plan_for_each_length_once(warmed: Path) -> None:
+    said = _child("plans", warmed)
+    print("cuDNN at three lengths:", said)
+    assert said["plan_builds"] == said["calls"]
 
 
 def test_an_object_of_another_gpu_is_not_even_looked_at(warmed: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A fresh process of `test_gpu_warm.py`: `warm_child.py step|sweep|first`. Prints JSON."""
+"""A fresh process of `test_gpu_warm.py`: `warm_child.py step` and so on. Prints JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,27 +32,64 @@ def step() -> dict[str, Any]:
             model.zero_grad(set_to_none=True)
             loss.backward()
             results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        ours, eager = results
-        errors[name] = max(
-            float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-6))
-            for a, b in zip(ours, eager, strict=True)
-        )
+        errors[name] = _error(*results)
     return {"errors": errors}
 
 
+def variants() -> dict[str, Any]:
+    """A mask that FA4 evaluates, and variable lengths: other ones than were warmed."""
+    options = {"fa.on_jit": "error", "fa.kernels": ("fa4",)}
+    errors = {}
+    for length in (100, 1000):
+        fn, args, _ = warm_models.masked(length)
+        compiled = torch.compile(fn, backend="fa_inductor", options=options)
+        errors[f"masked {length}"] = _error(
+            _differentiated(compiled, args), _differentiated(fn, args)
+        )
+        of_kernels = [warm_models.variable(kernel, length) for kernel in ("fa4", "reference")]
+        args = of_kernels[0][1]
+        results = [_differentiated(run, args) for run, _, _ in of_kernels]
+        errors[f"variable {length}"] = _error(*results)
+    return {"errors": errors}
+
+
+def _differentiated(fn: Any, args: Any) -> list[torch.Tensor]:
+    """The result, and the gradients of q and k."""
+    out = fn(*args)
+    return [out.detach(), *torch.autograd.grad(out.float().square().sum(), args[:2])]
+
+
+def _error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest relative error of any tensor, by its norm."""
+    return max(
+        float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-6))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
 def sweep() -> dict[str, Any]:
+    """Every length, forward and backward, causal and not: no kernel may be compiled."""
     fa_inductor.on_jit("error")
-    for length in warm_models.SWEPT:
+    return {"calls": _swept(warm_models.SWEPT, "fa4")}
+
+
+def plans() -> dict[str, Any]:
+    """The same with cuDNN, which builds a plan for each, and none when they come again."""
+    lengths = (64, 100, 1000)
+    calls = _swept(lengths, "cudnn")
+    fa_inductor.on_jit("error")
+    _swept(lengths, "cudnn")
+    return {"calls": calls}
+
+
+def _swept(lengths: Sequence[int], kernel: str) -> int:
+    """How many calls of the kernel that is: two for each length and mask."""
+    for length in lengths:
         for causal in ("none", "bottom_right"):
-            q, k = (
-                torch.randn(2, length, heads, 128, device="cuda", dtype=torch.bfloat16)
-                .transpose(1, 2)
-                .requires_grad_()
-                for heads in (8, 2)
-            )
-            warm_models.attend(q, k, causal).sum().backward()
+            q, k = (each.transpose(1, 2) for each in warm_models.inputs(2, length, 128))
+            warm_models.attend(q, k, causal, kernel).sum().backward()
     torch.cuda.synchronize()
-    return {"lengths": len(warm_models.SWEPT)}
+    return 4 * len(lengths)
 
 
 def first() -> dict[str, Any]:
@@ -60,9 +98,7 @@ def first() -> dict[str, Any]:
 
     fa4._interface()
     torch.ones(1, device="cuda").sum().item()
-    q = torch.randn(1, 1024, 8, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    k = torch.randn(1, 1024, 2, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-    q.requires_grad_()
+    q, k = (each.transpose(1, 2) for each in warm_models.inputs(1, 1024, 128))
     torch.cuda.synchronize()
     started = time.perf_counter()
     warm_models.attend(q, k, "bottom_right").sum().backward()
@@ -71,5 +107,6 @@ def first() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    said = {"step": step, "sweep": sweep, "first": first}[sys.argv[1]]()
+    tried = {each.__name__: each for each in (step, variants, sweep, plans, first)}
+    said = tried[sys.argv[1]]()
     print(json.dumps({**said, **dataclasses.asdict(fa_inductor.stats())}))
