@@ -17,6 +17,7 @@ from fa_inductor import compile_pass
 from fa_inductor.errors import CompileOnlyError, UnknownTargetError
 from fa_inductor.warming import compile_only as module
 from fa_inductor.warming.jobs import Job
+from fa_inductor.warming.no_gpu import without_gpu
 
 compile_only = module.compile_only
 TARGET = "sm_90a"
@@ -136,6 +137,14 @@ def test_an_op_is_compiled_for_forward_and_backward(jobs: list[Job], device: str
     assert [(job.backward, job.lse_grad) for job in jobs[-2:]] == (
         [(False, False), (True, True)] if device == "cpu" else [(False, False)]
     )
+
+
+def test_code_for_a_gpu_makes_its_tensors_on_the_cpu(jobs: list[Job]) -> None:
+    with compile_only(TARGET), without_gpu():
+        layer = torch.nn.Linear(2, 3, device="cuda").to(torch.device("cuda", 0), torch.bfloat16)
+        out = layer.cuda()(torch.ones(4, 2, device="cuda", dtype=torch.bfloat16))
+        torch.cuda.synchronize()
+    assert (out.device.type, out.shape, out.dtype) == ("cpu", (4, 3), torch.bfloat16)
 
 
 def test_all_lengths_are_compiled_where_asked(jobs: list[Job]) -> None:

@@ -9,23 +9,28 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from ..torch_compat import fake_modules
 
 _NOTHING = ("synchronize", "empty_cache", "reset_peak_memory_stats", "manual_seed_all")
 
 
 class _OnCpu(TorchFunctionMode):
-    """Where a call names a CUDA device, it is the CPU."""
+    """Where a call names a CUDA device, it is made on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "cuda":
             return args[0]
-        args, kwargs = pytree.tree_map_only((str, torch.device), _moved, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        # Dynamo traces this: nothing but plain Python.
+        moved = {name: _moved(value) for name, value in (kwargs or {}).items()}
+        return func(*[_moved(value) for value in args], **moved)
 
 
-def _moved(device: Any) -> Any:
-    return "cpu" if str(device).startswith("cuda") else device
+def _moved(value: Any) -> Any:
+    """Where a call names a CUDA device, the CPU."""
+    if isinstance(value, torch.device):  # `torch.device("cuda", 0)` has become "cpu:0"
+        return torch.device("cpu") if value.type in ("cuda", "cpu") else value
+    return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
 
 
 @contextmanager
@@ -35,5 +40,6 @@ def without_gpu() -> Iterator[None]:
         for name in _NOTHING:
             stack.enter_context(mock.patch.object(torch.cuda, name))
         stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", return_value=(0, 0)))
+        stack.enter_context(fake_modules())
         stack.enter_context(_OnCpu())
         yield

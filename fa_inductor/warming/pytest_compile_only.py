@@ -3,12 +3,14 @@
 Tests that take the fixture `fa_device`, or have it through another, run inside `compile_only()`,
 where nothing has a value; on a machine without a GPU, what they make on CUDA is made on the CPU.
 `torch.testing.assert_close` compares nothing, and a test ends, as skipped, at the first error.
-`python -O -m pytest --assert=plain --compile-only` has no assertions, and so gets further.
-Tests without the fixture are not run.
+`python -O -m pytest --assert=plain --compile-only` has no assertions, and so gets further (with
+PyTorch 2.13: the Dynamo of 2.11 cannot trace conditions under `-O`). Code that calls FA4 itself is
+compiled with a GPU only. Tests without the fixture are not run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +18,9 @@ from unittest import mock
 
 import pytest
 import torch
+
+from ..target import Target
+from .targets import variables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sm_90a",
         help="the GPU to compile for on a machine without one (default sm_90a)",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests may import FA4 when they are collected, and it then looks for what it compiles for."""
+    if is_compile_only(config) and not torch.cuda.is_available():
+        os.environ.update(variables(Target.of_name(config.getoption("--compile-only-target"))))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
