@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fa_inductor
 from fa_inductor.warming.pytest_compile_only import fa_device, is_compile_only
 from poison import poison_cuda_free_memory
 
@@ -36,4 +37,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if ran and torch.cuda.is_available():
         terminalreporter.write_line(
             f"{len(ran)} GPU tests ran on {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        )
+        counts = fa_inductor.stats()
+        terminalreporter.write_line(
+            f"in this process {counts.compiles} kernels were compiled and {counts.loads} found, "
+            f"{counts.plan_builds} cuDNN plans built"
         )
