@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from click.testing import CliRunner
 from warm_specs import spec
 
@@ -106,17 +107,23 @@ def test_a_bundle_is_unpacked_elsewhere_and_refused_where_it_does_not_fit(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "all.zip"
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"artifacts", None))
     ran = CliRunner().invoke(cli.main, ["bundle", "save", str(file)])
     assert ran.output.startswith("6 kernels for fa4-sm_100a-148sms-"), ran.output
     assert "no cuDNN plans" in ran.output
     environment = next(s for s in object_cache.stores() if "sm_90a" in s.folder.name).environment
     monkeypatch.setenv(object_cache.DIRECTORY, str(tmp_path / "elsewhere"))
+    handed: list[bytes] = []
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", handed.append)
     assert bundle.load(file, dict(environment)).objects == 6
+    assert handed == [b"artifacts"]
     intact, damaged = object_cache.verify()
     assert (len(intact), damaged) == (6, [])
     for name, value in (("arch", "sm_103a"), ("flash-attn-4", "4.0.0b37"), ("sms", "144")):
         with pytest.raises(BundleError, match=rf"{name} \S+ \(here {value}\)"):
             bundle.load(file, {**environment, name: value})
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert not bundle.load(file).has_artifacts
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 255
     (tmp_path / "damaged.zip").write_bytes(data)

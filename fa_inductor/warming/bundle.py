@@ -1,14 +1,16 @@
 """All that a cold start would compile, in one file: for a container image.
 
 A bundle is a zip of compiled kernels for one or more GPUs, the digest of the measured times that
-choices were made by, and what `torch.compiler.save_cache_artifacts()` gives of this process. cuDNN
-plans are not in it: the frontend's graphs, as fa_inductor builds them, belong to their process.
+choices were made by, and what `torch.compiler.save_cache_artifacts()` gives: what PyTorch has
+compiled in this process, so `save` belongs at the end of a run that has trained a step. cuDNN plans
+are not in it: the frontend's graphs, as fa_inductor builds them, belong to their process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,8 @@ import torch
 from .. import __version__, object_cache
 from ..errors import BundleError
 from ..object_store import Entry
+
+log = logging.getLogger("fa_inductor")
 
 _CONTENTS = "bundle.json"
 _ARTIFACTS = "torch_artifacts"
@@ -106,10 +110,15 @@ def load(file: Path, expected: dict[str, str] | None = None) -> Bundled:
         if isinstance(error, BundleError):
             raise
         raise BundleError(f"{file} is no bundle, or a damaged one: {error}") from error
-    has_artifacts = artifacts is not None and contents["torch"] == torch.__version__
-    if artifacts is not None and has_artifacts:
+    if artifacts is not None and contents["torch"] != torch.__version__:
+        log.warning(
+            "%s has what PyTorch %s has compiled, which this one, %s, does not load",
+            *(file, contents["torch"], torch.__version__),
+        )
+        artifacts = None
+    if artifacts is not None:
         torch.compiler.load_cache_artifacts(artifacts)
-    return Bundled(tuple(contents["environments"]), objects, has_artifacts)
+    return Bundled(tuple(contents["environments"]), objects, artifacts is not None)
 
 
 def _checked(packed: zipfile.ZipFile, file: Path) -> dict:  # type: ignore[type-arg]
