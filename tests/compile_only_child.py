@@ -1,6 +1,7 @@
 """What is tried in a process of its own, as FA4 is imported for one target.
 
-Arguments: the target, and a directory of tests to run with `--compile-only`.
+Arguments: the target, and a directory of tests to run with `--compile-only`. Reads jobs, to be
+compiled, from standard input.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 
 import fa_inductor
 from fa_inductor.errors import CompileOnlyError
+from fa_inductor.warming.jobs import read
+from fa_inductor.warming.worker import compiled
 
 
 def attend(length: int, device: str = "cpu") -> None:
@@ -29,6 +32,8 @@ def main() -> None:
         attend(8000)
         attend(256, "cuda")
         again = fa_inductor.stats()
+        jobs = [compiled(job) for job in read(sys.stdin.readlines())]
+        second = [sum(job[count] for job in jobs) for count in ("compiled", "found")]
         tensor = torch.zeros(3)
         answers = [torch.ones(2, dtype=torch.int64).sum().item(), float(tensor[1]), int(tensor[0])]
         answers += [torch.zeros(1, dtype=torch.bool).item(), tensor.tolist()]
@@ -38,7 +43,7 @@ def main() -> None:
     except CompileOnlyError as error:
         refused = str(error)
     counts = [[each.compiles, each.loads] for each in (first, again)]
-    print(json.dumps([*counts, answers, refused]), flush=True)
+    print(json.dumps([*counts, second, answers, refused]), flush=True)
     plugin = ("-p", "fa_inductor.warming.pytest_compile_only")
     sys.exit(pytest.main([*plugin, "--compile-only", sys.argv[2]]))
 
