@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, dynamo_compat, jit_monitor, kernels, torch_compat
+from . import compile_pass, dynamo_compat, jit_monitor, kernels, numerics, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
@@ -41,7 +41,18 @@ def fa_inductor(
     if only is not None:
         only.graphs += 1
         return gm.forward
-    return torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
+    compiled = torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
+    return compiled if config.guard == "off" else _polling(compiled)
+
+
+def _polling(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, telling first what its guard has seen: in a CUDA graph no op runs that would."""
+
+    def polling(*args: Any) -> Any:
+        numerics.poll()
+        return compiled(*args)
+
+    return polling
 
 
 def _reset() -> None:

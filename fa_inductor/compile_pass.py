@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from . import dynamo_compat, report
+from . import dynamo_compat, numerics, report, torch_compat
 from .config import Config
 from .errors import FallbackError
 from .rewrite import SiteRecord, rewrite
@@ -40,6 +40,8 @@ def run(
     """
     dynamo_compat.guard_sdp_backends()
     sites = rewrite(gm, config, target, apply=apply)
+    if config.guard != "off" and apply:
+        _prepare_tables(sites)
     collecting = report.collector()
     if collecting is not None:
         reason = dynamo_compat.graph_break_reason(gm)
@@ -60,3 +62,11 @@ def run(
     if line and config.on_fallback == "warn" and apply:
         log.warning("fa_inductor: %s", line)
     return sites
+
+
+def _prepare_tables(sites: list[SiteRecord]) -> None:
+    """What watched kernels write to has to be there before their code runs."""
+    with torch_compat.without_fake_tensors():
+        for site in sites:
+            if site.kernel is not None and site.spec is not None:
+                numerics.table_of(site.spec.q.device)

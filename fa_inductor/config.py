@@ -14,6 +14,8 @@ DEFAULT_KERNELS = ("fa4", "cudnn")
 FALLBACK_POLICIES = ("ignore", "warn", "error")
 JIT_POLICIES = ("ignore", "warn", "error")
 ASSUMED_MASKS = ("causal", "full")
+GUARDS = ("off", "finite", "oracle")
+GUARD_ACTIONS = ("warn", "error")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,13 @@ class Config:
     on_jit: what to do when from now on, anywhere in this process, a kernel is compiled or a plan
         is built: "ignore", "warn" (a log line with what was new) or "error" (`JitError`, before
         it is done). None leaves it as it was; it starts as "ignore".
+    guard: "finite" looks at the output, the log-sum-exp and the gradients of every site for NaN
+        and infinity, without waiting for them, and tells the site in a later call, usually of the
+        next step; "oracle" also compares a few rows of a site with float64, at its first call and
+        every `guard_every` calls. See `fa_inductor.numerics`.
+    on_guard: what to do with what it finds: "warn" (one log line a site) or "error"
+        (`NumericsError`).
+    guard_every: a number from 1 on, for "oracle".
     mode: an Inductor mode ("reduce-overhead", "max-autotune", ...), because `torch.compile`
         refuses its own `mode=` beside `options=`.
     """
@@ -41,6 +50,9 @@ class Config:
     on_fallback: str = "warn"
     assume_mask: str | None = None
     on_jit: str | None = None
+    guard: str = "off"
+    on_guard: str = "warn"
+    guard_every: int = 100
     mode: str | None = None
 
     def __post_init__(self) -> None:
@@ -52,23 +64,24 @@ class Config:
         object.__setattr__(self, "kernels", tuple(self.kernels))
         if not self.kernels:
             raise OptionError("fa.kernels=(): name at least one kernel, or use backend='inductor'.")
-        if self.on_fallback not in FALLBACK_POLICIES:
-            raise OptionError(
-                f"fa.on_fallback={self.on_fallback!r}: expected one of {FALLBACK_POLICIES}."
-                + nearest(str(self.on_fallback), FALLBACK_POLICIES)
-            )
-        if self.assume_mask not in (None, *ASSUMED_MASKS):
-            raise OptionError(
-                f"fa.assume_mask={self.assume_mask!r}: expected one of {ASSUMED_MASKS} or None."
-                + nearest(str(self.assume_mask), ASSUMED_MASKS)
-            )
-        if self.on_jit not in (None, *JIT_POLICIES):
-            raise OptionError(
-                f"fa.on_jit={self.on_jit!r}: expected one of {JIT_POLICIES} or None."
-                + nearest(str(self.on_jit), JIT_POLICIES)
-            )
+        _check("on_fallback", self.on_fallback, FALLBACK_POLICIES)
+        if self.assume_mask is not None:
+            _check("assume_mask", self.assume_mask, ASSUMED_MASKS, " or None")
+        if self.on_jit is not None:
+            _check("on_jit", self.on_jit, JIT_POLICIES, " or None")
+        _check("guard", self.guard, GUARDS)
+        _check("on_guard", self.on_guard, GUARD_ACTIONS)
+        if not isinstance(self.guard_every, int) or self.guard_every < 1:
+            raise OptionError(f"fa.guard_every={self.guard_every!r}: expected a number from 1 on.")
         if self.mode is not None and not isinstance(self.mode, str):
             raise OptionError(f"fa.mode={self.mode!r}: expected the name of an Inductor mode.")
+
+
+def _check(key: str, value: object, known: tuple[str, ...], other: str = "") -> None:
+    if value not in known:
+        raise OptionError(
+            f"fa.{key}={value!r}: expected one of {known}{other}." + nearest(str(value), known)
+        )
 
 
 def option_names() -> tuple[str, ...]:

@@ -71,6 +71,10 @@ class FallbackError(FaInductorError, RuntimeError):
     """`fa.on_fallback="error"` and at least one site was left to PyTorch."""
 
 
+class NumericsError(FaInductorError, ArithmeticError):
+    """What `fa.guard` saw was wrong, and `fa.on_guard` is "error"."""
+
+
 class CoverageError(FaInductorError, AssertionError):
     """`Report.assert_coverage` or `Report.assert_no_graph_breaks` did not hold."""
 

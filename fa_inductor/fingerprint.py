@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -38,8 +39,7 @@ def fingerprint(config: Config) -> str:
     state = {
         "sources": sources(),
         **_machine(),
-        "kernels": config.kernels,
-        "on_fallback": config.on_fallback,
+        **dataclasses.asdict(config),
         "sdp_backends": torch_compat.sdp_backends(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }

@@ -106,15 +106,24 @@ def index_of(node: ast.Subscript) -> list[ast.expr]:
 
 def rendered(text: str, tensors: Sequence[Tensor], shape: Sequence[int], device: Any) -> Tensor:
     """The mask as a bool tensor of `shape` (B, H, Sq, Sk), True where visible."""
-    values: dict[str, Any] = {"Sq": shape[2], "Sk": shape[3]}
-    for dim, name in enumerate(INDICES):
+    places = []
+    for dim, size in enumerate(shape):
         sizes = [1] * 4
         sizes[dim] = -1
-        values[name] = torch.arange(shape[dim], device=device).view(sizes)
-    made = _value(parsed(text), values, tensors)
+        places.append(torch.arange(size, device=device).view(sizes))
+    return shown_at(text, tensors, places, shape[2:]).expand(*shape)
+
+
+def shown_at(
+    text: str, tensors: Sequence[Tensor], places: Sequence[Tensor], sizes: Sequence[int]
+) -> Tensor:
+    """Whether the mask shows the places (b, h, i, j), four int tensors that broadcast together, as
+    a bool tensor that broadcasts to them. sizes: (Sq, Sk)."""
+    values: dict[str, Any] = dict(zip(INDICES, places, strict=True))
+    made = _value(parsed(text), {**values, "Sq": sizes[0], "Sk": sizes[1]}, tensors)
     if not isinstance(made, Tensor):
-        made = torch.tensor(bool(made), device=device)
-    return made.expand(*shape)
+        made = torch.tensor(bool(made), device=places[0].device)
+    return made
 
 
 def _value(node: ast.expr, values: dict[str, Any], tensors: Sequence[Tensor]) -> Any:

@@ -161,9 +161,7 @@ def _first_gradients(
 ) -> Tensor:
     out, lse, grad_out, grad_lse = saved
     op_checks.check_gradient(inputs, problem, grad_out, grad_lse, out, lse)
-    grad_packed = torch.empty_strided(
-        packed.shape, packed.stride(), dtype=packed.dtype, device=packed.device
-    )
+    grad_packed = op_memory.fresh(packed, packed.shape, packed.stride())
     grads = Gradients(*_views(grad_packed, *views))
     readable = repairs.readable_inputs(inputs, kernel)
     if (
@@ -205,7 +203,7 @@ def _gradients_fake(
     inputs = Inputs(*_fake_views(packed, q, k, v))
     op_checks.check_gradient(inputs, Problem(scale or 0.0, causal), grad_out, grad_lse, out, lse)
     kernels.check_known(kernel)
-    return packed.new_empty_strided(packed.shape, packed.stride())
+    return op_memory.fresh(packed, packed.shape, packed.stride())
 
 
 # --- Autograd -------------------------------------------------------------------------------------

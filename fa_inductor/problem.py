@@ -48,6 +48,23 @@ class Problem:
         return self.causal == "top_left"
 
 
+def hidden_by_band(
+    problem: Problem, i: Tensor, j: Tensor, len_q: Tensor | int, len_k: Tensor | int
+) -> Tensor:
+    """Which scores the band and the lengths of the sequences mask, broadcast from all four.
+
+    i, j: places of queries and keys in their sequences; len_q, len_k: the lengths of those.
+    """
+    left, right = problem.band
+    offset = 0 if problem.is_top_left else len_k - len_q
+    hidden = (j >= len_k) | (i >= len_q)
+    if left is not None:
+        hidden = hidden | (j < i + offset - left)
+    if right is not None:
+        hidden = hidden | (j > i + offset + right)
+    return hidden
+
+
 class Inputs(NamedTuple):
     """The tensors of an attention problem, as views with their real strides.
 

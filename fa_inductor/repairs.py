@@ -16,6 +16,7 @@ from torch import Tensor
 from .layout import ALIGNED_KERNELS, ALIGNMENT, bias_reason, stride_reason
 from .problem import Inputs, Saved
 from .spec import TensorSpec
+from .watch import plain_name
 
 log = logging.getLogger("fa_inductor")
 
@@ -24,7 +25,7 @@ counts: dict[str, int] = {}  # copies made in this process, by the tensor's name
 
 def readable_inputs(inputs: Inputs, kernel: str) -> Inputs:
     """`inputs` itself, or with copies in place of what `kernel` cannot read."""
-    if kernel not in ALIGNED_KERNELS:
+    if plain_name(kernel) not in ALIGNED_KERNELS:
         return inputs
     changed: dict[str, Tensor] = {}
     for name in ("q", "k", "v"):
@@ -44,7 +45,7 @@ def readable_inputs(inputs: Inputs, kernel: str) -> Inputs:
 
 def readable_saved(saved: Saved, kernel: str) -> Saved:
     """The same for (out, lse, grad_out, grad_lse)."""
-    if kernel not in ALIGNED_KERNELS:
+    if plain_name(kernel) not in ALIGNED_KERNELS:
         return saved
     out, lse, grad_out, grad_lse = saved
     if reason := _reason(out):

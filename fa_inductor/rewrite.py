@@ -23,6 +23,7 @@ from .select import choose
 from .spec import AttentionSpec
 from .target import Target
 from .times import CORE
+from .watch import Watch, plain_name, watched_name
 
 _SEEN = "fa_inductor_seen"
 
@@ -74,7 +75,7 @@ def rewrite(
     records = [decisions[node].record for node in program_order(root) if node in decisions]
     if apply:
         for module, _ in scoped:
-            _replace(module, decisions)
+            _replace(module, decisions, config)
     return records
 
 
@@ -85,7 +86,9 @@ class _Decision:
     site: Site | None
 
 
-def _replace(module: fx.GraphModule, decisions: Mapping[fx.Node, _Decision]) -> None:
+def _replace(
+    module: fx.GraphModule, decisions: Mapping[fx.Node, _Decision], config: Config
+) -> None:
     changed = False
     # Last first: what a later site has noted about its operands then still exists.
     for node in reversed(list(module.graph.nodes)):
@@ -94,13 +97,27 @@ def _replace(module: fx.GraphModule, decisions: Mapping[fx.Node, _Decision]) -> 
             continue
         node.meta[_SEEN] = True
         record, site = decision.record, decision.site
-        if site is not None and record.kernel not in (None, CORE) and not site.fixed_kernel:
-            assert record.kernel is not None
-            decision.family.rewrite(site, record.kernel)
+        if site is None or record.kernel in (None, CORE):
+            continue
+        assert record.kernel is not None
+        kernel = _watched(record, config)
+        if kernel != site.fixed_kernel:
+            decision.family.rewrite(site, kernel)
             changed = True
     if changed:
         module.graph.lint()
         module.recompile()
+
+
+def _watched(record: SiteRecord, config: Config) -> str:
+    """The name of the record's kernel, under the watch that the options ask for."""
+    assert record.kernel is not None
+    if config.guard == "off":
+        return record.kernel
+    site = f"{record.module or record.family} ({record.source})"
+    return watched_name(
+        record.kernel, Watch(config.guard, config.on_guard, config.guard_every, site)
+    )
 
 
 def _find(
@@ -152,8 +169,9 @@ def _decide(
     target = target or Target.of_device(spec.q.device)
     if site.fixed_kernel:
         kernels.check_known(site.fixed_kernel)
-        against = choose(spec, Config(kernels=(site.fixed_kernel,)), target).reasons
-        return _record(family, site.node, spec, site.fixed_kernel, against)
+        kernel = plain_name(site.fixed_kernel)
+        against = choose(spec, Config(kernels=(kernel,)), target).reasons
+        return _record(family, site.node, spec, kernel, against)
     if scope.blocked:
         return _record(family, site.node, spec, None, {"all": (scope.blocked,)})
     choice = choose(spec, config, target, has_core=site.is_core)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -314,3 +314,10 @@ def needs_functorch_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
 def lower_bound(shape_env: Any, expr: Any) -> Any:
     """The least value that a sympy expression of symbolic sizes can have, -oo if it has none."""
     return adapted(shape_env, "bound_sympy")(expr).lower
+
+
+def without_fake_tensors() -> AbstractContextManager[Any]:
+    """In which tensors are real, though a graph is being traced."""
+    from torch._subclasses import fake_tensor
+
+    return adapted(fake_tensor, "unset_fake_temporarily")()  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import op_checks
 from .errors import DtypeError, ShapeError
-from .op_memory import lse_dtype, optional_gradient
+from .op_memory import fresh, lse_dtype, optional_gradient
 from .varlen_problem import VarlenCall
 
 CAUSAL_KINDS = ("none", "bottom_right")
@@ -76,11 +76,11 @@ def check_gradient(
 def outputs(call: VarlenCall) -> tuple[Tensor, Tensor]:
     """Memory for out (Tq, Hq, Dv) and lse (Hq, Tq)."""
     q, (total, heads, _) = call.q, call.q.shape
-    lse = q.new_empty((heads, total), dtype=lse_dtype(q.dtype))
-    return q.new_empty((total, heads, call.v.shape[2])), lse
+    lse = fresh(q, (heads, total), dtype=lse_dtype(q.dtype))
+    return fresh(q, (total, heads, call.v.shape[2])), lse
 
 
 def gradients(call: VarlenCall, sink_grad: bool) -> tuple[Tensor, ...]:
     """Memory for the gradients of q, k, v and sink, that of sink without an element if unwanted."""
-    made = [tensor.new_empty(tensor.shape) for tensor in call[:3]]
+    made = [fresh(tensor, tensor.shape) for tensor in call[:3]]
     return (*made, optional_gradient(call.sink, sink_grad, call.q))

@@ -80,7 +80,7 @@ def takes_formula(spec: AttentionSpec, kernel: str) -> bool:
     """Whether `kernel` evaluates the mask of `spec` itself."""
     has_tile = symbolic.is_static(spec.head_dims[0])
     plain = not spec.dropout_p and spec.causal == "none" and spec.window == (None, None)
-    return spec.formula is not None and has_tile and plain and kernel in MASKED.modules
+    return spec.formula is not None and has_tile and plain and MASKED.has(kernel)
 
 
 def emit_masked(

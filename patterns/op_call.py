@@ -87,16 +87,22 @@ def move_to_reference(gm: fx.GraphModule) -> None:
             names = [each.name for each in _schema(node)]
             if example_of(bind(node, names, dict.fromkeys(names))["q"]).device.type != "cpu":
                 continue
-            place = names.index("kernel")
-            if place < len(node.args):
-                node.update_arg(place, "reference")
-            else:
-                node.update_kwarg("kernel", "reference")
+            _name_kernel(node, "reference")
     gm.recompile()
 
 
+def _name_kernel(node: fx.Node, kernel: str) -> None:
+    names = [each.name for each in _schema(node)]
+    place = names.index("kernel")
+    if place < len(node.args):
+        node.update_arg(place, kernel)
+    else:
+        node.update_kwarg("kernel", kernel)
+
+
 def rewrite(site: Site, kernel: str) -> None:
-    """Nothing to do: the node is what it should be."""
+    """The node is what it should be, but for how its kernel is watched."""
+    _name_kernel(site.node, kernel)
 
 
 def examples() -> list[Example]:

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fa_inductor import dynamo_compat, torch_compat
@@ -96,3 +97,11 @@ def test_tangents_are_seen() -> None:
     with forward_ad.dual_level():
         assert torch_compat.has_tangent([forward_ad.make_dual(x, x)])
         assert not torch_compat.has_tangent([x])
+
+
+def test_real_tensors_while_tracing() -> None:
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with torch_compat.without_fake_tensors():
+            assert not isinstance(torch.ones(2), FakeTensor)
+        assert isinstance(torch.ones(2), FakeTensor)

@@ -171,9 +171,10 @@ def test_a_model_is_traced_without_weights() -> None:
 
 
 def test_the_demo_has_one_attention() -> None:
-    jobs = tracing.jobs_of(demo.make, "sm_90a", {"fa.kernels": ("fa4",)})
-    assert [(job.backward, job.problem.band) for job in jobs] == [
-        *((False, (None, 0)), (True, (None, 0)))
+    """... of which the kernel is compiled, watched or not."""
+    jobs = tracing.jobs_of(demo.make, "sm_90a", {"fa.kernels": ("fa4",), "fa.guard": "finite"})
+    assert [(job.kernel, job.backward, job.problem.band) for job in jobs] == [
+        *(("fa4", False, (None, 0)), ("fa4", True, (None, 0)))
     ]
 
 

@@ -33,6 +33,8 @@ from typing import Any
 
 from ..errors import UnknownKernelError, nearest
 from ..support import Row
+from ..watch import plain_name, watch_of
+from .watched import Watched
 
 BUILT_IN = {
     "fa4": "fa_inductor.kernels.fa4",
@@ -41,6 +43,7 @@ BUILT_IN = {
 }
 ENTRY_POINTS = "fa_inductor.kernels"
 RECORD = "FA_INDUCTOR_RECORD"  # names a file: see `fa_inductor.warming.record`
+_GRADIENTS = 5  # that a repeated backward has memory for
 
 
 @functools.cache
@@ -54,7 +57,8 @@ def known() -> tuple[str, ...]:
 
 
 def check_known(name: str) -> None:
-    """Raise `UnknownKernelError` unless `name` is a kernel."""
+    """Raise `UnknownKernelError` unless `name` is a kernel, watched or not."""
+    name = plain_name(name)
     if name not in known():
         raise UnknownKernelError(
             f"Unknown kernel {name!r}; known kernels: {', '.join(known())}."
@@ -66,6 +70,9 @@ def check_known(name: str) -> None:
 def load(name: str) -> Any:
     """The kernel called `name`. Raises `UnknownKernelError`."""
     check_known(name)
+    if watch := watch_of(name):
+        plain = plain_name(name)
+        return Watched(load(plain), plain, watch, _GRADIENTS)
     if name in BUILT_IN:
         return recorded(name, importlib.import_module(BUILT_IN[name]))
     return _plugins()[name].load()

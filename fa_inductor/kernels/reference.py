@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..problem import Gradients, Inputs, Problem
+from ..problem import Gradients, Inputs, Problem, hidden_by_band
 
 BLOCK_ELEMENTS = 1 << 26  # scores held at a time: 256 MiB in float32
 
@@ -109,9 +109,9 @@ class _Block:
 
     def _hidden(self, rows: slice) -> Tensor | None:
         """Which scores the band and the sequence lengths mask, broadcast to the scores."""
-        inputs, (left, right) = self.inputs, self.problem.band
+        inputs = self.inputs
         lengths = inputs.seqlens_q, inputs.seqlens_k
-        if left is None and right is None and lengths == (None, None):
+        if self.problem.band == (None, None) and lengths == (None, None):
             return None
         device, sk = inputs.q.device, inputs.k.shape[2]
         i = torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -120,13 +120,7 @@ class _Block:
             torch.tensor(size, device=device) if given is None else given.view(-1, 1, 1, 1, 1)
             for given, size in zip(lengths, (inputs.q.shape[2], sk), strict=True)
         )
-        offset = 0 if self.problem.is_top_left else len_k - len_q
-        hidden = (j >= len_k) | (i >= len_q)
-        if left is not None:
-            hidden = hidden | (j < i + offset - left)
-        if right is not None:
-            hidden = hidden | (j > i + offset + right)
-        return hidden
+        return hidden_by_band(self.problem, i, j, len_q, len_k)
 
     def softmax(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(weights of the keys, weight of the sink, lse); a row without either weighs 0.

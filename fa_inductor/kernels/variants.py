@@ -24,7 +24,11 @@ import importlib
 from typing import Any, NamedTuple
 
 from ..errors import UnknownKernelError
+from ..watch import plain_name, watch_of
 from . import check_known, recorded
+from .watched import Watched
+
+_GRADIENTS = 4  # that a repeated backward has memory for
 
 
 class VariantKernels(NamedTuple):
@@ -36,16 +40,24 @@ class VariantKernels(NamedTuple):
     def check_known(self, name: str) -> None:
         """Raise `UnknownKernelError` unless `name` is a kernel of this variant."""
         check_known(name)
-        if name not in self.modules:
+        if not self.has(name):
             raise UnknownKernelError(
                 f"Kernel {name!r} takes no {self.takes}; kernels that do: "
                 f"{', '.join(self.modules)}."
             )
 
+    def has(self, name: str) -> bool:
+        """Whether `name`, a kernel, takes them."""
+        return plain_name(name) in self.modules
+
     def load(self, name: str) -> Any:
         """The module for the kernel called `name`. Raises `UnknownKernelError`."""
         self.check_known(name)
-        return recorded(name, importlib.import_module(self.modules[name]))
+        plain = plain_name(name)
+        module = recorded(plain, importlib.import_module(self.modules[plain]))
+        if watch := watch_of(name):
+            return Watched(module, plain, watch, _GRADIENTS)
+        return module
 
 
 VARLEN = VariantKernels(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .. import exact
+
 # Scores held at a time: 256 MiB in float64.
 _CHUNK = 1 << 25
 
@@ -40,9 +42,7 @@ class Sampled:
 
     out, dq: (B, H, rows, D) at the queries `rows`. dk, dv: (keys, D) at the keys `keys` of the
     first sequence's first key head; the gradients are None without a grad_out.
-    noise: by name of a gradient, for each of its rows the root of the sum of squares of its terms,
-    and of those of dO * O inside. Where these cancel, independent roundings of the terms leave an
-    error in proportion to that, and not to the sum.
+    noise: by name of a gradient, of each of its rows, see `fa_inductor.exact`.
     """
 
     rows: Tensor
@@ -76,7 +76,6 @@ def sample(
     """The oracle of q, k, v at both ends, next to blocks' edges and at `count` random places.
 
     tensors: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv). Rows that see no key give 0.
-    The gradients follow appendix B.2 of FlashAttention (arXiv:2205.14135).
     """
     q, k, v = tensors
     rows = _places(q.shape[2], count, seed).to(q.device)
@@ -93,11 +92,9 @@ def sample(
             if grad_out is not None:
                 grad = grad_out[b, h, rows].double()
                 delta = (grad * out[b, h]).sum(-1, keepdim=True)
-                terms = weights * (grad @ values.mT - delta) * attention.scale
-                dq[b, h] = terms @ keys
-                noise[b, h] = terms.square() @ keys.square().sum(-1)
-                shift = _delta_noise(grad, out[b, h]) * attention.scale
-                noise[b, h] += shift.square() * (weights @ keys).square().sum(-1)
+                terms = exact.score_gradients(weights, grad, values, delta) * attention.scale
+                shift = exact.delta_noise(grad, out[b, h]) * attention.scale
+                dq[b, h], noise[b, h] = exact.of_queries(terms, weights, keys, shift)
     if grad_out is None:
         return Sampled(rows, out)
     places = _places(k.shape[2], count, seed + 1).to(q.device)
@@ -119,20 +116,13 @@ def _of_keys(
         for rows in torch.arange(q.shape[1], device=q.device).split(max(1, _CHUNK // len(keys))):
             hidden = attention.hidden(0, rows, len(keys))
             weights = _weights(q[h, rows] @ keys.mT * attention.scale, hidden)
-            grad = grads[h, rows]
-            delta = (grad * (weights @ values)).sum(-1, keepdim=True)
-            seen = weights[:, places]
-            dv += seen.mT @ grad
-            terms = seen * (grad @ values[places].mT - delta) * attention.scale
-            dk += terms.mT @ q[h, rows]
-            shift = seen * _delta_noise(grad, weights @ values)[:, None] * attention.scale
-            noise += (terms.square() + shift.square()).mT @ q[h, rows].square().sum(-1)
+            grad, out, seen = grads[h, rows], weights @ values, weights[:, places]
+            delta = (grad * out).sum(-1, keepdim=True)
+            terms = exact.score_gradients(seen, grad, values[places], delta) * attention.scale
+            shift = exact.delta_noise(grad, out) * attention.scale
+            of_rows, of_noise = exact.of_keys(terms, seen, q[h, rows], shift)
+            dv, dk, noise = dv + seen.mT @ grad, dk + of_rows, noise + of_noise
     return dk, dv, noise
-
-
-def _delta_noise(grad: Tensor, out: Tensor) -> Tensor:
-    """Of each row's sum of dO * O, which all of its terms have in common."""
-    return (grad * out).square().sum(-1).sqrt()
 
 
 def _weights(scores: Tensor, hidden: Tensor | None) -> Tensor:

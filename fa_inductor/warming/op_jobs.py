@@ -12,6 +12,7 @@ from ..op_schemas import NAMESPACE
 from ..problem import Inputs, Problem
 from ..spec import BSHD, default_scale
 from ..varlen_problem import VarlenCall, VarlenInputs
+from ..watch import plain_name
 from .jobs import Job, Layout
 
 _NUMBERS = ("causal", "window_left", "window_right", "softcap", "dropout_p", "deterministic")
@@ -26,6 +27,7 @@ def of_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Job | 
     given = {each.name: each.default_value for each in schema.arguments if each.has_default_value()}
     given.update(zip((each.name for each in schema.arguments), args, strict=False))
     given.update(kwargs)
+    given["kernel"] = plain_name(given["kernel"])
     backward = name.endswith(("backward", "gradients", "_all"))
     rest: dict[str, Any] = {
         "grad_out": given.get("grad_out"),
