@@ -1,8 +1,9 @@
-"""fa_inductor's part in pytest: its options, and the fixture `fa_compile`.
+"""fa_inductor's part in pytest: its options, and the fixtures `fa_compile` and `fa_device`.
 
 pytest imports this module in every run, wherever fa_inductor is installed. So it stands beside the
 package, whose import brings in PyTorch, and imports that only for those who ask for something;
-what is done then is in `fa_inductor/pytest_plugin.py`. Use: docs/reports.md.
+what is done then is in `fa_inductor/pytest_plugin.py` and `fa_inductor/warming/`. Use:
+docs/reports.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+_COMPILE_ONLY = "fa_inductor_compile_only"
 FAIL_ON = ("graph-break", "fallback", "recompile", "copy", "nan")
 
 
@@ -40,10 +42,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the findings of this run to the file of --fa-baseline, and fail on none",
     )
+    group.addoption(
+        "--compile-only",
+        action="store_true",
+        help="compile the attention kernels of tests that use fa_device, and launch none",
+    )
+    group.addoption(
+        "--compile-only-target",
+        metavar="GPU",
+        default="sm_90a",
+        help="the GPU to compile for on a machine without one (default sm_90a)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     option = config.getoption
+    if option("compile_only"):
+        from fa_inductor.warming.pytest_compile_only import CompileOnly
+
+        config.pluginmanager.register(CompileOnly(option("compile_only_target")), _COMPILE_ONLY)
     report, baseline, writes = (
         option("fa_report"),
         option("fa_baseline"),
@@ -90,3 +107,19 @@ def fa_compile(request: pytest.FixtureRequest) -> Iterator[Any]:
 
     with compiling(request.node) as compiler:
         yield compiler
+
+
+@pytest.fixture
+def fa_device(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The device to make tensors on, a `torch.device`: the GPU, or the CPU where there is none.
+
+    With `--compile-only` they are fake, and attention compiles its kernels and launches none.
+    """
+    plugin = request.config.pluginmanager.get_plugin(_COMPILE_ONLY)
+    if plugin is not None:
+        with plugin.device() as device:
+            yield device
+        return
+    import torch
+
+    yield torch.device("cuda" if torch.cuda.is_available() else "cpu")

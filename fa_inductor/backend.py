@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, dynamo_compat, kernels, numerics, torch_compat
+from . import compile_pass, dynamo_compat, jit_monitor, kernels, numerics, torch_compat
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
@@ -34,9 +34,14 @@ def fa_inductor(
     """
     with timed_pass():
         config, compiler = _parse(mode, options)
+        jit_monitor.on_jit(config.on_jit)
         # Read before the rewrite, under the flags that the rewrite decides by.
         patches = _with_cache_key(compiler.config, fingerprint(config))
-        sites = compile_pass.run(gm, config)
+        only = compile_pass.rewritten_only.get()
+        sites = compile_pass.run(gm, config, only.target if only else None)
+    if only is not None:
+        only.graphs += 1
+        return gm.forward
     compiled = in_range(torch_compat.inductor_compiler(None, patches)(gm, example_inputs), sites)
     return compiled if config.guard == "off" else _polling(compiled)
 
@@ -181,6 +186,7 @@ def register(**options: Any) -> None:
     config = _config(options)
     if _registrations:
         raise OptionError("fa_inductor is registered already; call unregister() first.")
+    jit_monitor.on_jit(config.on_jit)
     registration = _Registration(config)
     registration.install()
     _registrations.append(registration)

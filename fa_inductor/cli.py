@@ -13,6 +13,7 @@ import click
 from . import __version__, reporting
 from .errors import FaInductorError, OptionError
 from .reporting.data import merged, read
+from .warming import commands
 
 _form = click.option(
     "--format",
@@ -163,3 +164,8 @@ def _load(name: str) -> Callable[[], Any]:
         return getattr(module, attribute)
     except AttributeError as missing:
         raise OptionError(f"{name!r}: {module_name} has no {attribute!r}.") from missing
+
+
+main.add_command(commands.warm_command(_load))
+main.add_command(commands.cache)
+main.add_command(commands.bundle)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -17,6 +19,20 @@ from .support import defects
 from .target import Target
 
 log = logging.getLogger("fa_inductor")
+
+
+@dataclass
+class RewrittenOnly:
+    """While attention only compiles, graphs run as the pass has left them, without Inductor.
+
+    target: what they are planned for; None is the device of their tensors. graphs: how many.
+    """
+
+    target: Target | None
+    graphs: int = 0
+
+
+rewritten_only: ContextVar[RewrittenOnly | None] = ContextVar("fa_inductor_rewritten", default=None)
 
 
 def run(

@@ -8,9 +8,10 @@ Importing this module does not import Dynamo or Inductor.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -46,6 +47,13 @@ def view_as(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
     return _guards._reinterpret_tensor(tensor, size, stride, offset)
 
 
+def view_as_any(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """`view_as` for a fake tensor too."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return view_as(tensor, size, stride, offset)
+    return tensor.detach().as_strided(tuple(size), tuple(stride), tensor.storage_offset() + offset)
+
+
 def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`torch.empty_strided` on the current CUDA device."""
     return _guards._empty_strided_cuda(size, stride, dtype)
@@ -74,6 +82,40 @@ def metadata_guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | No
     return guard.check
 
 
+def fake_tensors(**options: Any) -> Any:
+    """A `FakeTensorMode`; real tensors may take part, unless `options` say otherwise."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**{"allow_non_fake_inputs": True, **options})
+
+
+@contextmanager
+def fake_modules() -> Iterator[None]:
+    """Inside, `module.to(...)` gives fake modules new parameters: PyTorch would swap their memory,
+    which it refuses for fake ones that are in use. Parameters that were shared are not afterwards.
+    """
+    adapted(torch.nn.Module, "_apply")
+
+    def apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for each in module.modules() if recurse else (module,):
+            for name, parameter in each._parameters.items():
+                if parameter is not None:
+                    new = fn(parameter.detach())
+                    each._parameters[name] = torch.nn.Parameter(new, parameter.requires_grad)
+            each._buffers.update({n: fn(b) for n, b in each._buffers.items() if b is not None})
+        return module
+
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
+        yield
+
+
+def without_dispatch_modes() -> Any:
+    """A context in which no `TorchDispatchMode` is active."""
+    from torch.utils import _python_dispatch
+
+    return adapted(_python_dispatch, "_disable_current_modes")()
+
+
 # --- Inductor's options -------------------------------------------------------------------
 
 
@@ -91,6 +133,13 @@ def inductor_option_names() -> list[str]:
     from torch._inductor import config
 
     return list(config.get_config_copy())
+
+
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps what it has compiled."""
+    from torch._inductor.runtime import cache_dir_utils
+
+    return adapted(cache_dir_utils, "cache_dir")()
 
 
 def cpp_compiler() -> str | None:

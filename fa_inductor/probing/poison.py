@@ -94,7 +94,13 @@ def fill_cuda_free_memory(value: float = NAN, fraction: float = 0.8, most: int =
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     size = min(int(free * fraction), most)
-    made = [_block(each, value) for each in (*_SMALL_BLOCKS * 8, size)]
+    made = [_block(each, value) for each in _SMALL_BLOCKS * 8]
+    while size > _SMALL_BLOCKS[-1]:
+        try:
+            made.append(_block(size, value))
+            break
+        except torch.OutOfMemoryError:  # other processes have taken it meanwhile
+            size //= 2
     torch.cuda.synchronize()
     del made
 

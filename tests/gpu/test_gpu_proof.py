@@ -25,10 +25,10 @@ class DiTBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width, elementwise_affine=False)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.modulation = nn.Linear(width, 6 * width)
+        self.modulation = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).chunk(6, -1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = (each(condition) for each in self.modulation)
         normed = self.norm1(x) * (1 + scale1) + shift1
         q, k, v = self.qkv(normed).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v)
