@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import torch_compat
+from . import inductor_compat
 from .object_store import QUARANTINE, Entry, Store
 
 DIRECTORY = "FA_INDUCTOR_CACHE_DIR"
@@ -28,7 +28,7 @@ _ABANDONED = 3600.0  # seconds after which nobody is still writing a file
 def root() -> Path:
     """The directory of all stores."""
     named = os.environ.get(DIRECTORY)
-    return Path(named) if named else Path(torch_compat.inductor_cache_dir()) / "fa_inductor"
+    return Path(named) if named else Path(inductor_compat.inductor_cache_dir()) / "fa_inductor"
 
 
 def is_on() -> bool:

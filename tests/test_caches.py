@@ -24,7 +24,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.utils import fresh_cache
 
 import fa_inductor
-from fa_inductor import backend, patterns, torch_compat
+from fa_inductor import backend, inductor_compat, patterns
 from fa_inductor.config import Config
 from fa_inductor.errors import FallbackError
 from fa_inductor.fingerprint import fingerprint
@@ -169,8 +169,8 @@ def test_installed_passes_pickle_with_their_key() -> None:
     carrier = backend._with_cache_key({}, "key")["joint_custom_pre_pass"]
     assert pickle.loads(pickle.dumps(carrier)).uuid() == carrier.uuid()
     with fa_inductor.enabled(kernels=("reference",)):
-        if torch_compat.pre_grad_takes_list():
-            (installed,) = torch_compat.custom_passes(inductor.pre_grad_custom_pass)
+        if inductor_compat.pre_grad_takes_list():
+            (installed,) = inductor_compat.custom_passes(inductor.pre_grad_custom_pass)
         else:
             installed = inductor.joint_custom_pre_pass
         loaded = pickle.loads(pickle.dumps(installed))
@@ -180,7 +180,7 @@ def test_installed_passes_pickle_with_their_key() -> None:
 
 def test_a_users_pass_without_a_key_still_switches_caching_off() -> None:
     """A pass that cannot be keyed must not be cached under ours."""
-    assert torch_compat.cache_key_pass("key", lambda graph: None).uuid() is None
+    assert inductor_compat.cache_key_pass("key", lambda graph: None).uuid() is None
 
 
 # --- What can be cached ---------------------------------------------------------------------------

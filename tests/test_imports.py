@@ -33,6 +33,7 @@ ORDER = (
         "masked_problem",
         "mask_text",
         "numerics",
+        "inductor_compat",
     ),
     ("target", "layout"),
     ("support_row",),

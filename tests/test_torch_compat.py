@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa_inductor import dynamo_compat, torch_compat
+from fa_inductor import dynamo_compat, inductor_compat, torch_compat
 from fa_inductor.errors import AdapterError
 
 
@@ -76,17 +76,17 @@ def test_sub_graphs_are_told_from_the_root() -> None:
 
 
 def test_passes_pickle_and_keep_their_keys() -> None:
-    keyed = torch_compat.cache_key_pass("ours")
+    keyed = inductor_compat.cache_key_pass("ours")
     assert pickle.loads(pickle.dumps(keyed)).uuid() == keyed.uuid() == ("ours",)
-    assert torch_compat.cache_key_pass("ours", keyed).uuid() == ("ours", ("ours",))
-    assert torch_compat.cache_key_pass("ours", lambda graph: None).uuid() is None
+    assert inductor_compat.cache_key_pass("ours", keyed).uuid() == ("ours", ("ours",))
+    assert inductor_compat.cache_key_pass("ours", lambda graph: None).uuid() is None
 
 
 def test_inductor_is_where_it_was() -> None:
-    compiler = torch_compat.inductor_compiler("reduce-overhead", {"max_autotune": True})
+    compiler = inductor_compat.inductor_compiler("reduce-overhead", {"max_autotune": True})
     assert compiler.config["triton.cudagraphs"] is True
-    assert "max_autotune" in torch_compat.inductor_option_names()
-    assert torch_compat.cpp_compiler()
+    assert "max_autotune" in inductor_compat.inductor_option_names()
+    assert inductor_compat.cpp_compiler()
 
 
 def test_tangents_are_seen() -> None:
