@@ -9,6 +9,7 @@ from __future__ import annotations
 from . import guards, mask_blocks, masked_ops, ops, packed_ops  # noqa: F401  (register the ops)
 from .config import Config
 from .errors import FaInductorError
+from .jit_monitor import Stats, on_jit, stats
 from .spec import AttentionSpec
 
 __version__ = "0.1.0"
@@ -21,10 +22,23 @@ _LAZY = {
     "explain": "explaining",
     "Report": "report",
     "collecting": "report",
+    "warm": "warming.warm",
+    "compile_only": "warming.compile_only",
+    "is_compile_only": "warming.compile_only",
+    "use_kernel_cache": "kernels.fa4",
     "probe": "probing.probe",
 }
 
-__all__ = ["AttentionSpec", "Config", "FaInductorError", "__version__", *_LAZY]
+__all__ = [
+    "AttentionSpec",
+    "Config",
+    "FaInductorError",
+    "Stats",
+    "__version__",
+    "on_jit",
+    "stats",
+    *_LAZY,
+]
 
 
 def __getattr__(name: str) -> object:

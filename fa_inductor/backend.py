@@ -8,10 +8,19 @@ from typing import Any
 
 from torch import fx
 
-from . import compile_pass, dynamo_compat, kernels, numerics, torch_compat
+from . import (
+    compile_pass,
+    dynamo_compat,
+    inductor_compat,
+    jit_monitor,
+    kernels,
+    numerics,
+    torch_compat,
+)
 from .config import PREFIX, Config, option_names, split_options
 from .errors import OptionError, nearest
 from .fingerprint import fingerprint
+from .ranges import in_range
 from .report import timed_pass
 
 # The Inductor option that carries our cache key through a pass that changes nothing.
@@ -33,10 +42,15 @@ def fa_inductor(
     """
     with timed_pass():
         config, compiler = _parse(mode, options)
+        jit_monitor.on_jit(config.on_jit)
         # Read before the rewrite, under the flags that the rewrite decides by.
         patches = _with_cache_key(compiler.config, fingerprint(config))
-        compile_pass.run(gm, config)
-    compiled = torch_compat.inductor_compiler(None, patches)(gm, example_inputs)
+        only = compile_pass.rewritten_only.get()
+        sites = compile_pass.run(gm, config, only.target if only else None)
+    if only is not None:
+        only.graphs += 1
+        return gm.forward
+    compiled = in_range(inductor_compat.inductor_compiler(None, patches)(gm, example_inputs), sites)
     return compiled if config.guard == "off" else _polling(compiled)
 
 
@@ -47,12 +61,12 @@ def _polling(compiled: Callable[..., Any]) -> Callable[..., Any]:
         numerics.poll()
         return compiled(*args)
 
-    return polling
+    return torch_compat.standing_in(polling, compiled)
 
 
 def _reset() -> None:
     """What `torch._dynamo.reset()` does for Inductor's CUDA graphs, whichever mode made them."""
-    torch_compat.inductor_compiler(None, {"triton.cudagraphs": True}).reset()
+    inductor_compat.inductor_compiler(None, {"triton.cudagraphs": True}).reset()
 
 
 fa_inductor.reset = _reset  # type: ignore[attr-defined]
@@ -64,7 +78,7 @@ def _parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Config,
         kernels.check_known(name)
     if mode and config.mode:
         raise OptionError(f"mode={mode!r} and fa.mode={config.mode!r}: give one of them.")
-    known = torch_compat.inductor_option_names()
+    known = inductor_compat.inductor_option_names()
     for key in inductor_options:
         if key.replace("-", "_") not in known:
             raise OptionError(
@@ -73,7 +87,7 @@ def _parse(mode: str | None, options: Mapping[str, Any] | None) -> tuple[Config,
             )
     mode = mode or config.mode
     _check_mode(mode)
-    return config, torch_compat.inductor_compiler(mode, inductor_options)
+    return config, inductor_compat.inductor_compiler(mode, inductor_options)
 
 
 def _check_mode(mode: str | None) -> None:
@@ -91,7 +105,7 @@ def _with_cache_key(patches: Mapping[str, Any], key: str) -> dict[str, Any]:
     from torch._inductor import config as inductor_config
 
     theirs = patches.get(_KEY_CARRIER, getattr(inductor_config, _KEY_CARRIER))
-    return {**patches, _KEY_CARRIER: torch_compat.cache_key_pass(key, theirs)}
+    return {**patches, _KEY_CARRIER: inductor_compat.cache_key_pass(key, theirs)}
 
 
 # --- Plain `backend="inductor"` -------------------------------------------------------------------
@@ -109,11 +123,13 @@ class _Registration:
         from torch._inductor import config as inductor
 
         before = inductor.pre_grad_custom_pass
-        carrier = torch_compat.cache_key_pass(fingerprint(config), getattr(inductor, _KEY_CARRIER))
-        ours = torch_compat.graph_pass(_RunPass(config), _Key(config))
+        carrier = inductor_compat.cache_key_pass(
+            fingerprint(config), getattr(inductor, _KEY_CARRIER)
+        )
+        ours = inductor_compat.graph_pass(_RunPass(config), _Key(config))
         self.after: dict[str, Any] = {_KEY_CARRIER: carrier}
-        if torch_compat.pre_grad_takes_list():
-            self.after["pre_grad_custom_pass"] = [*torch_compat.custom_passes(before), ours]
+        if inductor_compat.pre_grad_takes_list():
+            self.after["pre_grad_custom_pass"] = [*inductor_compat.custom_passes(before), ours]
             self.after["pre_grad_pass_timing"] = "early"
         else:
             self.after["pre_grad_custom_pass"] = _Chain((before, ours))
@@ -180,6 +196,7 @@ def register(**options: Any) -> None:
     config = _config(options)
     if _registrations:
         raise OptionError("fa_inductor is registered already; call unregister() first.")
+    jit_monitor.on_jit(config.on_jit)
     registration = _Registration(config)
     registration.install()
     _registrations.append(registration)

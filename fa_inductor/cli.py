@@ -1,17 +1,31 @@
-"""`fa-inductor` and `python -m fa_inductor`: explain a model, check an installation."""
+"""`fa-inductor` and `python -m fa_inductor`: explain a model, show reports, check a machine."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from . import __version__
+from . import __version__, reporting
 from .errors import FaInductorError, OptionError
+from .reporting.data import merged, read
+from .warming import commands
+
+_form = click.option(
+    "--format",
+    "form",
+    type=click.Choice(reporting.FORMATS),
+    default="rich",
+    show_default=True,
+    help="How to show the report.",
+)
+_output = click.option(
+    "--output", type=click.Path(path_type=Path), help="Write it to this file, not to the terminal."
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,11 +39,18 @@ def main() -> None:
 @click.option("--target", help="Plan for this GPU (sm_90a, sm_100a, ...), present or not.")
 @click.option("--kernels", default="fa4,cudnn", show_default=True, help="Kernels, by preference.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write JSON here.")
-def explain(make: str, target: str | None, kernels: str, json_file: Path | None) -> None:
+@_form
+@_output
+def explain(
+    make: str,
+    target: str | None,
+    kernels: str,
+    json_file: Path | None,
+    form: str,
+    output: Path | None,
+) -> None:
     """Report every attention site of MAKE, a `package.module:function` that returns
     (fn, args, kwargs)."""
-    from rich.console import Console
-
     from .explaining import explain as explain_function
 
     try:
@@ -38,9 +59,39 @@ def explain(make: str, target: str | None, kernels: str, json_file: Path | None)
         report = explain_function(fn, options, target)(*args, **kwargs)
     except FaInductorError as error:
         raise click.ClickException(str(error)) from error
-    Console().print(report)
+    _show(report.to_json(), form, output)
     if json_file is not None:
-        json_file.write_text(report.dumps() + "\n")
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(report.dumps() + "\n", encoding="utf-8")
+
+
+@main.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@_form
+@_output
+def report(files: tuple[Path, ...], form: str, output: Path | None) -> None:
+    """Show reports that were written as JSON, several as one: `fa-inductor report a.json
+    --format markdown`."""
+    try:
+        data = [read(file) for file in files]
+    except FaInductorError as error:
+        raise click.ClickException(str(error)) from error
+    whole = data[0] if len(data) == 1 else merged(("", each) for each in data)
+    _show(whole, form, output)
+
+
+def _show(data: Mapping[str, Any], form: str, output: Path | None) -> None:
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(reporting.render(data, form), encoding="utf-8")
+    elif form == "rich":
+        from rich.console import Console
+
+        from .reporting.table import table
+
+        Console().print(table(data))
+    else:
+        click.echo(reporting.render(data, form), nl=False)
 
 
 @main.command()
@@ -113,3 +164,8 @@ def _load(name: str) -> Callable[[], Any]:
         return getattr(module, attribute)
     except AttributeError as missing:
         raise OptionError(f"{name!r}: {module_name} has no {attribute!r}.") from missing
+
+
+main.add_command(commands.warm_command(_load))
+main.add_command(commands.cache)
+main.add_command(commands.bundle)

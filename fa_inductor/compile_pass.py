@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -11,11 +13,26 @@ from torch import fx
 from . import dynamo_compat, numerics, report, torch_compat
 from .config import Config
 from .errors import FallbackError
+from .graph_breaks import understand
 from .rewrite import SiteRecord, rewrite
 from .support import defects
 from .target import Target
 
 log = logging.getLogger("fa_inductor")
+
+
+@dataclass
+class RewrittenOnly:
+    """While attention only compiles, graphs run as the pass has left them, without Inductor.
+
+    target: what they are planned for; None is the device of their tensors. graphs: how many.
+    """
+
+    target: Target | None
+    graphs: int = 0
+
+
+rewritten_only: ContextVar[RewrittenOnly | None] = ContextVar("fa_inductor_rewritten", default=None)
 
 
 def run(
@@ -29,13 +46,10 @@ def run(
     sites = rewrite(gm, config, target, apply=apply)
     if config.guard != "off" and apply:
         _prepare_tables(sites)
-    for device in {site.spec.q.device for site in sites if site.spec and apply and not target}:
-        _warn_of_defects(device)
-    collecting = report.collector()
-    if collecting is not None:
-        reason = dynamo_compat.graph_break_reason(gm)
-        broken = report.GraphBreak(*reason) if reason else None
-        collecting.add(len(gm.graph.nodes), sites, broken)
+    if apply and target is None:
+        for device in {site.spec.q.device for site in sites if site.spec is not None}:
+            _warn_of_defects(device)
+    _report(gm, sites)
     for site in sites:
         log.info("%s: %s on %s; %s", site.source, site.spec, site.kernel, site.reason_texts)
         if site.objections and apply:
@@ -51,6 +65,22 @@ def run(
     if line and config.on_fallback == "warn" and apply:
         log.warning("fa_inductor: %s", line)
     return sites
+
+
+def _report(gm: fx.GraphModule, sites: list[SiteRecord]) -> None:
+    """To the report that is collecting, and to the trace that `TORCH_TRACE` asks for."""
+    found = dynamo_compat.graph_break_reason(gm)
+    broken = understand(*found, dynamo_compat.graph_break_ids()) if found else None
+    nodes = len(gm.graph.nodes)
+    report.add_graph(nodes, sites, broken)
+
+    def alone() -> str:
+        attempt = dynamo_compat.attempt()
+        this_graph = report.Report()
+        this_graph.add(nodes, sites, broken, attempt.compile_id if attempt else "")
+        return this_graph.dumps()
+
+    dynamo_compat.write_trace_artifact("fa_inductor_report", alone)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from .errors import OptionError, nearest
 PREFIX = "fa."
 DEFAULT_KERNELS = ("fa4", "cudnn")
 FALLBACK_POLICIES = ("ignore", "warn", "error")
+JIT_POLICIES = ("ignore", "warn", "error")
 ASSUMED_MASKS = ("causal", "full")
 GUARDS = ("off", "finite", "oracle", "replay")
 GUARD_ACTIONS = ("warn", "error")
@@ -31,6 +32,9 @@ class Config:
         (those of as many queries as keys: query i sees keys j <= i) or "full" (hides nothing).
         It is then not handed to a kernel, but asserted on its device, once for each mask and
         call, with nothing waiting for it: on CUDA a broken promise is a device-side assertion.
+    on_jit: what to do when from now on, anywhere in this process, a kernel is compiled or a plan
+        is built: "ignore", "warn" (a log line with what was new) or "error" (`JitError`, before
+        it is done). None leaves it as it was; it starts as "ignore".
     guard: "finite" looks at the output, the log-sum-exp and the gradients of every site for NaN
         and infinity, without waiting for them, and tells the site in a later call, usually of the
         next step; "oracle" also compares a few rows of a site with float64, at its first call and
@@ -46,6 +50,7 @@ class Config:
     kernels: tuple[str, ...] = DEFAULT_KERNELS
     on_fallback: str = "warn"
     assume_mask: str | None = None
+    on_jit: str | None = None
     guard: str = "off"
     on_guard: str = "warn"
     guard_every: int = 100
@@ -63,6 +68,8 @@ class Config:
         _check("on_fallback", self.on_fallback, FALLBACK_POLICIES)
         if self.assume_mask is not None:
             _check("assume_mask", self.assume_mask, ASSUMED_MASKS, " or None")
+        if self.on_jit is not None:
+            _check("on_jit", self.on_jit, JIT_POLICIES, " or None")
         _check("guard", self.guard, GUARDS)
         _check("on_guard", self.on_guard, GUARD_ACTIONS)
         if not isinstance(self.guard_every, int) or self.guard_every < 1:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import report, torch_compat
+from . import inductor_compat, report
 from .explaining import explain
 
 
@@ -111,7 +111,7 @@ def main() -> int:
 
     console = Console()
     on_gpu = torch.cuda.is_available()
-    if not on_gpu and torch_compat.cpp_compiler() is None:
+    if not on_gpu and inductor_compat.cpp_compiler() is None:
         console.print(
             "Inductor needs a C++ compiler on the CPU and found none: install g++ or clang++, "
             "or name one in CXX."

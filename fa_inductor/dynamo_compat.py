@@ -7,9 +7,14 @@ does not import Dynamo.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,13 +37,37 @@ def is_sub_graph(graph: torch.fx.Graph) -> bool:
     return not hasattr(graph.owning_module, "compile_subgraph_reason")
 
 
-def graph_break_reason(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
-    """(reason, `file:line` of the user's frame) of the break that ended this graph, or None."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of Dynamo at a frame: it may give an attempt up, graph and all, and start anew.
+
+    compile_id: `frame/compile`, where `compile` counts the frame's graphs. of: the same object for
+        all attempts at one compile, and for nothing else. number: 0 for the first.
+    """
+
+    compile_id: str
+    of: Any
+    number: int
+
+
+def attempt() -> Attempt | None:
+    """The attempt that Dynamo is at now, None outside a Dynamo compile."""
+    context = adapted(torch._guards, "CompileContext").try_get()
+    if context is None or context.compile_id is None:
         return None
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    return str(reason.reason), f"{frame.filename}:{frame.lineno}" if frame else ""
+    return Attempt(str(context.compile_id), context, adapted(context, "attempt"))
+
+
+def write_trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Add a JSON file to the trace that `TORCH_TRACE` asks for; `payload` is only called then."""
+    from torch import _logging
+
+    adapted(_logging, "trace_structured")(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )
 
 
 def guard_sdp_backends() -> None:
@@ -66,6 +95,108 @@ def guard_sdp_backends() -> None:
 
     install._fa_inductor_flags = expected  # type: ignore[attr-defined]
     guards.add(Guard(GlobalStateSource(), install))
+
+
+# --- Where Dynamo ended graphs, and frames it compiled ---------------------------------------
+
+Break = tuple[str, Sequence[traceback.FrameSummary]]
+
+
+def graph_break_reason(gm: torch.fx.GraphModule) -> Break | None:
+    """(Dynamo's message, the user's stack) of the break that ended this graph, or None."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return str(reason.reason), reason.user_stack
+
+
+@functools.cache
+def graph_break_ids() -> Mapping[str, str]:
+    """Dynamo's ids of its graph breaks by the first line of their messages: `GB0170`."""
+    from torch._dynamo import exc
+
+    return adapted(exc, "_load_gb_type_to_gb_id_map")()
+
+
+@dataclass(frozen=True)
+class CompiledFrame:
+    """A frame that Dynamo compiled, or gave up.
+
+    function, source: the user's function and its `file:line`; empty where Dynamo looked at none.
+    recompile_reason: why the graphs that the frame had already did not do, or None.
+    failure: the class of the error that ended the compile, or None; message: its text;
+    failed_at: `file:line` of the user's code.
+    """
+
+    compile_id: str
+    function: str
+    source: str
+    recompile_reason: str | None
+    failure: str | None
+    message: str
+    failed_at: str
+
+
+class DynamoWatch:
+    """What Dynamo does from now on that no backend is told."""
+
+    def __init__(self) -> None:
+        metrics = _compilation_metrics()
+        self._last = metrics[-1] if metrics else None
+        self._seen: list[Any] = list(_break_reasons())
+
+    def new_frames(self) -> list[CompiledFrame]:
+        """Frames compiled since the last call; of more than 64, the last 64."""
+        metrics = _compilation_metrics()
+        known = [i for i, each in enumerate(metrics) if each is self._last]
+        fresh = metrics[known[-1] + 1 :] if known else metrics
+        self._last = metrics[-1] if metrics else None
+        # Of a frame that it refused to compile once more, Dynamo does not say which way it goes.
+        return [_frame_of(m) for m in fresh if m.is_forward is not False and m.compile_id]
+
+    def new_breaks(self) -> list[Break]:
+        """Breaks since the last call, with a graph before them or without."""
+        reasons = _break_reasons()
+        known = {id(old) for old in self._seen}
+        fresh = [reason for reason in reasons if id(reason) not in known]
+        self._seen = list(reasons)
+        return [(str(each.reason), each.user_stack) for each in fresh]
+
+
+def _compilation_metrics() -> list[Any]:
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled: do not pay for its import
+        return []
+    from torch._dynamo import utils
+
+    return list(adapted(utils, "get_compilation_metrics")())
+
+
+def _break_reasons() -> list[Any]:
+    if "torch._dynamo" not in sys.modules:
+        return []
+    from torch._dynamo import output_graph
+
+    return adapted(output_graph, "graph_break_reasons")
+
+
+def _frame_of(metrics: Any) -> CompiledFrame:
+    def place(file: str | None, line: int | None) -> str:
+        return f"{file}:{line}" if file else ""
+
+    return CompiledFrame(
+        str(metrics.compile_id),
+        users_function(metrics.co_name or ""),
+        place(metrics.co_filename, metrics.co_firstlineno),
+        metrics.recompile_reason,
+        metrics.fail_type,
+        metrics.fail_reason or "",
+        place(metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno),
+    )
+
+
+def users_function(name: str) -> str:
+    """The function that the user wrote, of the name of one that goes on after a graph break."""
+    return re.sub(r"^(?:torch_dynamo_resume_in_)+(.+?)(?:_at_\d+)+$", r"\1", name)
 
 
 # --- Functions that Dynamo must not trace -----------------------------------------------------

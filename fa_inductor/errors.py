@@ -55,6 +55,18 @@ class CaptureError(FaInductorError, RuntimeError):
     """Something would have to be built while a CUDA graph is captured."""
 
 
+class JitError(FaInductorError, RuntimeError):
+    """`fa.on_jit="error"` and a kernel would be compiled, or a plan built, now."""
+
+
+class CompileOnlyError(FaInductorError, RuntimeError):
+    """Compile-only mode is used in a way that it cannot be."""
+
+
+class BundleError(FaInductorError, ValueError):
+    """A bundle that was made for another GPU or other versions, or that is damaged."""
+
+
 class FallbackError(FaInductorError, RuntimeError):
     """`fa.on_fallback="error"` and at least one site was left to PyTorch."""
 

@@ -30,6 +30,21 @@ def explain(
     Dynamo's cache, shape profile and counters are afterwards as they were before.
     Raises `UnknownTargetError`, `OptionError`.
     """
+    backend = planning_backend(options, target)
+
+    def run(*args: Any, **kwargs: Any) -> report.Report:
+        with dynamo_compat.untouched_dynamo(), report.collecting() as collected:
+            dynamo_compat.compile_isolated(fn, backend)(*args, **kwargs)
+        return collected
+
+    return run
+
+
+def planning_backend(options: Mapping[str, Any] | None, target: str | None) -> Callable[..., Any]:
+    """A Dynamo backend that plans, and runs the captured code as it was written.
+
+    options, target, errors: as for `explain`.
+    """
     config, _ = split_options(options)
     for name in config.kernels:
         kernels.check_known(name)
@@ -40,9 +55,4 @@ def explain(
         op_call.move_to_reference(gm)
         return gm.forward
 
-    def run(*args: Any, **kwargs: Any) -> report.Report:
-        with dynamo_compat.untouched_dynamo(), report.collecting() as collected:
-            dynamo_compat.compile_isolated(fn, backend)(*args, **kwargs)
-        return collected
-
-    return run
+    return backend

@@ -6,7 +6,6 @@ exact strides follow from what AOTAutograd does with any op.
 
 from __future__ import annotations
 
-import linecache
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import fx
 
 from . import kernels, layout, symbolic
 from .config import Config
+from .dynamo_compat import users_function
 from .patterns import FAMILIES
 from .patterns.family import Family, NotUnderstood, Scope, Site, source_of
 from .scopes import program_order, scopes
@@ -23,6 +23,7 @@ from .select import choose
 from .spec import AttentionSpec
 from .target import Target
 from .times import CORE
+from .user_code import StackFrame
 from .watch import Watch, plain_name, watched_name
 
 _SEEN = "fa_inductor_seen"
@@ -33,6 +34,7 @@ class SiteRecord:
     """What happened to one site.
 
     source: `file:line` of the user's call. module: path of the nn.Module around it.
+    stack: the user's frames, outermost first.
     spec: None when the call was not understood. kernel: None for a fallback, "core" where
         PyTorch's own attention is kept because it was measured to be faster.
     reasons: why each other kernel was not taken; key "all" for reasons that hold for all.
@@ -48,6 +50,7 @@ class SiteRecord:
     reasons: Mapping[str, tuple[str, ...]]
     copied: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    stack: tuple[StackFrame, ...] = ()
 
     @property
     def objections(self) -> tuple[str, ...]:
@@ -198,7 +201,14 @@ def _record(
         reasons,
         copied=layout.copies(spec, kernel) if spec else {},
         notes=_notes(spec, kernel) if spec else (),
+        stack=_stack(node),
     )
+
+
+def _stack(node: fx.Node) -> tuple[StackFrame, ...]:
+    """The user's frames in which Dynamo met the call; the last is where `source_of` says."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    return tuple(StackFrame(f"{path}:{line}", users_function(name)) for path, line, name in frames)
 
 
 def _notes(spec: AttentionSpec, kernel: str | None) -> tuple[str, ...]:
@@ -208,12 +218,6 @@ def _notes(spec: AttentionSpec, kernel: str | None) -> tuple[str, ...]:
         return notes
     names = ", ".join(dict.fromkeys(map(symbolic.text, sizes)))
     return (*notes, f"cuDNN builds a plan, about 60 ms, for each new value of {names}")
-
-
-def source_line(source: str) -> str:
-    """The text of the user's line at `file:line`, or an empty string."""
-    path, _, line = source.rpartition(":")
-    return linecache.getline(path, int(line)).strip() if line.isdigit() else ""
 
 
 def _module_path(node: fx.Node) -> str:

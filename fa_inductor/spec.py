@@ -143,13 +143,13 @@ class AttentionSpec:
             "v": tensor(self.v),
             "dtype": str(self.dtype).removeprefix("torch."),
             "causal": self.causal,
-            "scale": self.scale,
+            "scale": _json_number(self.scale),
             "mask": self.mask,
             "proven": self.proven,
             "formula": self.formula.text if self.formula else None,
-            "dropout_p": self.dropout_p,
-            "window": list(self.window),
-            "softcap": self.softcap,
+            "dropout_p": _json_number(self.dropout_p),
+            "window": [_json_number(bound) for bound in self.window],
+            "softcap": _json_number(self.softcap),
             "sink": self.has_sink,
             "sequence_lengths": self.has_seqlens,
             "needs_grad": self.needs_grad,
@@ -190,3 +190,8 @@ def default_scale(head_dim: int) -> float:
 
 def _json_dim(dim: Dim) -> int | str:
     return symbolic.as_int(dim) if symbolic.is_static(dim) else str(dim)
+
+
+def _json_number(value: Any) -> Any:
+    """A number that may be a symbol, which is text then."""
+    return str(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else value

@@ -7,10 +7,10 @@ Importing this module does not import Dynamo or Inductor.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from .errors import AdapterError
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    pass
 
 
 def adapted(owner: Any, name: str) -> Any:
@@ -46,6 +46,13 @@ def view_as(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: 
     return _guards._reinterpret_tensor(tensor, size, stride, offset)
 
 
+def view_as_any(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """`view_as` for a fake tensor too."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return view_as(tensor, size, stride, offset)
+    return tensor.detach().as_strided(tuple(size), tuple(stride), tensor.storage_offset() + offset)
+
+
 def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`torch.empty_strided` on the current CUDA device."""
     return _guards._empty_strided_cuda(size, stride, dtype)
@@ -54,15 +61,6 @@ def empty_on_current_gpu(size: Sequence[int], stride: Sequence[int], dtype: torc
 def current_raw_stream(device_index: int) -> int:
     """The current stream of a GPU as CUDA's own pointer; several times cheaper than the object."""
     return torch._C._cuda_getCurrentRawStream(device_index)
-
-
-def inductor_allocators() -> tuple[Any, tuple[str, ...]]:
-    """(owner, names) of the functions that Inductor's generated code allocates its buffers with;
-    looked up when that code is loaded."""
-    names = ("_empty_strided_cpu", "_empty_strided_cuda")
-    for name in names:
-        adapted(_guards, name)
-    return _guards, names
 
 
 def metadata_guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
@@ -79,99 +77,38 @@ def metadata_guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | No
     return guard.check
 
 
-# --- Inductor's options -------------------------------------------------------------------
+def fake_tensors(**options: Any) -> Any:
+    """A `FakeTensorMode`; real tensors may take part, unless `options` say otherwise."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**{"allow_non_fake_inputs": True, **options})
 
 
-def inductor_compiler(mode: str | None, options: dict[str, Any]) -> Any:
-    """The callable that `torch.compile(backend="inductor", mode=…, options=…)` would use.
-
-    It validates the options as PyTorch does, and has `.config` (the patches), `.reset()` and
-    `__call__(gm, inputs)`.
+@contextmanager
+def fake_modules() -> Iterator[None]:
+    """Inside, `module.to(...)` gives fake modules new parameters: PyTorch would swap their memory,
+    which it refuses for fake ones that are in use. Parameters that were shared are not afterwards.
     """
-    return adapted(torch, "_TorchCompileInductorWrapper")(mode, options, None)
+    adapted(torch.nn.Module, "_apply")
+
+    def apply(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for each in module.modules() if recurse else (module,):
+            for name, parameter in each._parameters.items():
+                if parameter is not None:
+                    new = fn(parameter.detach())
+                    each._parameters[name] = torch.nn.Parameter(new, parameter.requires_grad)
+            each._buffers.update({n: fn(b) for n, b in each._buffers.items() if b is not None})
+        return module
+
+    with mock.patch.object(torch.nn.Module, "_apply", apply):
+        yield
 
 
-def inductor_option_names() -> list[str]:
-    """Names of Inductor's own options."""
-    from torch._inductor import config
+def without_dispatch_modes() -> Any:
+    """A context in which no `TorchDispatchMode` is active."""
+    from torch.utils import _python_dispatch
 
-    return list(config.get_config_copy())
-
-
-def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor would use on the CPU, or None when there is none."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        return adapted(cpp_builder, "get_cpp_compiler")()
-    except adapted(exc, "InvalidCxxCompiler"):
-        return None
-
-
-# --- Inductor's custom passes -------------------------------------------------------------
-
-
-def custom_passes(value: Any) -> tuple[Any, ...]:
-    """The passes in one of Inductor's custom-pass options (None, one pass, list or tuple)."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def pre_grad_takes_list() -> bool:
-    """Whether `pre_grad_custom_pass` may be a list (torch >= 2.13) or is one callable (2.11)."""
-    from torch._inductor import custom_graph_pass
-
-    return hasattr(custom_graph_pass, "get_custom_graph_passes")
-
-
-@functools.cache
-def _pass_classes() -> tuple[type, type]:
-    """The two `CustomGraphPass` classes, made on first use so that Inductor loads late."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class GraphPass(CustomGraphPass):  # type: ignore[misc, valid-type]
-        def __init__(self, run: Callable[[Any], None], uuid: Callable[[], Any]) -> None:
-            self.run, self.get_uuid = run, uuid
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            self.run(graph)
-
-        def uuid(self) -> Any:
-            return self.get_uuid()
-
-        def __reduce__(self) -> Any:
-            return graph_pass, (self.run, self.get_uuid)
-
-    class CacheKeyPass(CustomGraphPass):  # type: ignore[misc, valid-type]
-        """Does what the passes in `inner` do, and adds `key` to their cache key."""
-
-        def __init__(self, key: str, inner: tuple[Any, ...]) -> None:
-            self.key, self.inner = key, inner
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            for inner in self.inner:
-                inner(graph)
-
-        def uuid(self) -> Any:
-            keys = [inner.uuid() if hasattr(inner, "uuid") else None for inner in self.inner]
-            # A pass without a key must keep switching the cache off, as it does alone.
-            return (self.key, *keys) if all(keys) else None
-
-        def __reduce__(self) -> Any:
-            return cache_key_pass, (self.key, self.inner)
-
-    return GraphPass, CacheKeyPass
-
-
-def graph_pass(run: Callable[[Any], None], uuid: Callable[[], Any]) -> CustomGraphPass:
-    """A `CustomGraphPass` that runs `run(graph)` and is keyed by `uuid()`."""
-    return _pass_classes()[0](run, uuid)
-
-
-def cache_key_pass(key: str, inner: Any = None) -> CustomGraphPass:
-    """A pass that changes nothing beyond what `inner` does, but puts `key` into cache keys."""
-    return _pass_classes()[1](key, custom_passes(inner))
+    return adapted(_python_dispatch, "_disable_current_modes")()
 
 
 # --- torch.nn.attention.sdpa_kernel ---------------------------------------------------------
@@ -270,6 +207,47 @@ def needs_functorch_gradient(tensors: Sequence[torch.Tensor | None]) -> bool:
 def lower_bound(shape_env: Any, expr: Any) -> Any:
     """The least value that a sympy expression of symbolic sizes can have, -oo if it has none."""
     return adapted(shape_env, "bound_sympy")(expr).lower
+
+
+def tensors_in(value: Any) -> list[tuple[str, Tensor]]:
+    """The floating-point tensors in nested containers, each with its place: `[0]['logits']`."""
+    from torch.utils import _pytree
+
+    leaves, _ = adapted(_pytree, "tree_flatten_with_path")(value)
+    return [
+        (adapted(_pytree, "keystr")(path), leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+
+
+# --- Profiler -------------------------------------------------------------------------------
+
+_profiler = torch.autograd.profiler
+adapted(_profiler, "_is_profiler_enabled")
+
+
+def while_profiled(compiled: Callable[..., Any], named: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled graph that is called as `named` whenever a profiler of PyTorch's runs."""
+
+    def run(*args: Any) -> Any:
+        if _profiler._is_profiler_enabled:
+            return named(*args)
+        return compiled(*args)
+
+    return standing_in(run, compiled)
+
+
+def standing_in(run: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with what PyTorch reads off the compiled graph that it calls (how to store it, ...).
+
+    Not with what Dynamo finds the innermost function by: Dynamo would take off the wrapper.
+    """
+    own = ("_torchdynamo_", "__wrapped__")
+    for name, value in getattr(compiled, "__dict__", {}).items():
+        if not name.startswith(own):
+            setattr(run, name, value)
+    return run
 
 
 def without_fake_tensors() -> AbstractContextManager[Any]:

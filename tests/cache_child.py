@@ -26,7 +26,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one compile did. passes: graphs that the pass saw; launches: kernel calls in one run."""
+    """What one compile did. passes: graphs that the pass saw; launches: kernel calls in one run;
+    report: `Report.to_json`."""
 
     fxgraph_hits: int
     fxgraph_misses: int
@@ -37,6 +38,7 @@ class Answer:
     equals_eager: bool
     imported_before: bool
     package: str
+    report: dict[str, Any]
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -67,7 +69,7 @@ def answer(request: Request) -> Answer:
 
     torch._dynamo.reset()
     counters.clear()
-    with _counted(compile_pass, "run") as passes:
+    with _counted(compile_pass, "run") as passes, fa_inductor.collecting() as report:
         result = compiled(q, k, v)
         if request.train:
             result.sum().backward()
@@ -85,6 +87,7 @@ def answer(request: Request) -> Answer:
         equals_eager=torch.allclose(result, attend(q, k, v), atol=1e-5),
         imported_before=imported_before,
         package=fa_inductor.__file__,
+        report=report.to_json(),
     )
 
 

@@ -22,9 +22,10 @@ TRITON = ("kernels/scan.py",)  # Triton's decorators stand around functions, not
 # Modules in the order in which they may import each other: each only what stands before it.
 # A package counts as one module here; inside it the order is its own.
 ORDER = (
-    ("errors", "config", "torch_compat", "graph_writes", "watch", "exact"),
+    ("errors", "config", "torch_compat", "graph_writes", "user_code", "watch", "exact"),
     (
         "dynamo_compat",
+        "graph_breaks",
         "symbolic",
         "problem",
         "spec",
@@ -32,11 +33,13 @@ ORDER = (
         "masked_problem",
         "mask_text",
         "numerics",
+        "inductor_compat",
     ),
     ("target", "layout"),
     ("support_row",),
     ("support_fa4", "support_cudnn"),
-    ("support", "call_cache"),
+    ("support", "call_cache", "jit_monitor", "object_store"),
+    ("object_cache",),
     ("kernels",),
     ("op_schemas", "op_memory"),
     ("op_checks", "repairs"),
@@ -53,14 +56,25 @@ ORDER = (
     ("times",),
     ("select",),
     ("scopes", "rewrite"),
+    ("ranges", "reporting"),
     ("report",),
     ("compile_pass", "fingerprint"),
     ("explaining", "backend"),
-    ("doctor", "matrix", "demo", "probing"),
+    ("warming",),
+    ("doctor", "matrix", "demo", "probing", "pytest_plugin"),
     ("cli",),
     ("__main__",),
 )
 INSIDE = {
+    "warming": (
+        ("__init__",),
+        ("jobs", "targets", "no_gpu"),
+        ("op_jobs", "compiling"),
+        ("record", "compile_only"),
+        ("tracing", "pytest_compile_only", "worker", "bundle"),
+        ("warm",),
+        ("commands",),
+    ),
     "probing": (
         ("__init__",),
         ("poison", "oracle", "cells", "data"),
@@ -77,7 +91,7 @@ INSIDE = {
         ("looks", "replayed"),
         ("watched",),
         ("__init__",),
-        ("reference", "variants", "fa4_launch", "cudnn_graph"),
+        ("reference", "variants", "fa4_launch", "fa4_objects", "cudnn_graph"),
         ("fa4", "cudnn", "reference_varlen", "reference_masked"),
         ("fa4_varlen", "fa4_masked"),
     ),
@@ -88,6 +102,12 @@ INSIDE = {
         ("graphs",),
         ("graph_ops", "graph_views"),
         ("terms",),
+    ),
+    "reporting": (
+        ("__init__",),
+        ("paths", "rules", "data"),
+        ("findings",),
+        ("table", "markdown", "sarif", "page", "junit", "baseline"),
     ),
     "patterns": (
         ("family",),
@@ -111,7 +131,9 @@ FOLDERS = {
     "": PACKAGE,
     "kernels": PACKAGE / "kernels",
     "masks": PACKAGE / "masks",
+    "warming": PACKAGE / "warming",
     "probing": PACKAGE / "probing",
+    "reporting": PACKAGE / "reporting",
     "patterns": Path(patterns.__file__).parent,
 }
 SOURCES = {

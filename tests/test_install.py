@@ -26,7 +26,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in ("fa_inductor", "patterns"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
-    for file in ("pyproject.toml", "README.md"):
+    for file in ("pyproject.toml", "README.md", "pytest_fa_inductor.py"):
         shutil.copy(ROOT / file, copy)
     return copy
 
@@ -54,15 +54,18 @@ def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_every_source(sources: Path, wheel: Path) -> None:
-    """And the measured times, which are no sources to setuptools."""
+    """And measured times, schema and template, which are no sources to setuptools."""
     names = zipfile.ZipFile(wheel).namelist()
-    packed = {name for name in names if name.endswith((".py", ".json"))}
+    packed = {name for name in names if name.endswith((".py", ".json", ".j2"))}
     expected = {str(path.relative_to(sources)) for path in sources.glob("fa_inductor/**/*.py")}
     expected |= {str(path.relative_to(sources)) for path in sources.glob("fa_inductor/data/*.json")}
+    expected |= {str(path.relative_to(sources)) for path in sources.glob("fa_inductor/**/*.j2")}
+    expected |= {"pytest_fa_inductor.py"}
     expected |= {
         f"fa_inductor/{path.relative_to(sources)}" for path in sources.glob("patterns/*.py")
     }
     assert {"fa_inductor/patterns/sdpa.py", "fa_inductor/data/times_sm_90a.json"} <= expected
+    assert {"fa_inductor/data/report.schema.json", "fa_inductor/reporting/page.html.j2"} <= expected
     assert packed == expected
 
 
@@ -74,6 +77,7 @@ def test_wheel_names_the_backend_and_the_command(wheel: Path) -> None:
     assert dict(points["torch_dynamo_backends"]) == {
         "fa_inductor": "fa_inductor.backend:fa_inductor"
     }
+    assert dict(points["pytest11"]) == {"pytest_fa_inductor": "pytest_fa_inductor"}
     assert dict(points["console_scripts"]) == {"fa-inductor": "fa_inductor.cli:main"}
     metadata = Parser().parsestr(
         archive.read(name.replace("entry_points.txt", "METADATA")).decode()
@@ -89,6 +93,9 @@ import fa_inductor.patterns.sdpa, fa_inductor.backend
 from importlib.metadata import entry_points
 (point,) = entry_points(group="torch_dynamo_backends", name="fa_inductor")
 assert point.load() is fa_inductor.backend.fa_inductor
+(plugin,) = entry_points(group="pytest11", name="pytest_fa_inductor")
+assert plugin.load().fa_compile
+assert fa_inductor.Report().render("html").startswith("<!doctype html>")
 print(fa_inductor.patterns.sdpa.__file__)
 """
 
@@ -110,6 +117,6 @@ def test_editable_install_finds_the_patterns(sources: Path, tmp_path: Path) -> N
     (site / "borrowed.pth").write_text("\n".join(borrowed))
     python = str(environment / "bin" / "python")
     _run(*PIP, "--python", python, "install", *OFFLINE, "--editable", str(sources), cwd=tmp_path)
-    found = _run(python, "-c", _PROGRAM, cwd=tmp_path)
+    found = _run(python, "-c", _PROGRAM, cwd=tmp_path, PYTHONPATH="")
     assert Path(found.strip()) == sources / "patterns" / "sdpa.py"
     assert (environment / "bin" / "fa-inductor").exists()

@@ -53,8 +53,10 @@ def test_one_compile_serves_all_lengths(padded: bool) -> None:
                 out, wanted = out[kept], wanted[kept]
             torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
     # A padded one of a single block (65 and 128) has its own graph: sizes of 1 are static.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (2 if padded else 1)
+    graphs = 2 if padded else 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     # Dynamo gives up its first attempt when a float turns out to be a symbol, and starts anew.
+    assert (len(report.graphs), len(report.sites)) == (graphs, graphs * LAYERS)
     specs = [site.spec for site in report.sites[-LAYERS:]]
     for spec in specs:
         assert spec is not None

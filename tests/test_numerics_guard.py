@@ -32,14 +32,15 @@ def nothing_told() -> Iterator[None]:
     numerics.forget()
     yield
     numerics.forget()
-    numerics.listeners.clear()
 
 
 @pytest.fixture
-def findings() -> list[numerics.Finding]:
+def findings() -> Iterator[list[numerics.Finding]]:
     found: list[numerics.Finding] = []
-    numerics.listeners.append(found.append)
-    return found
+    listen = found.append
+    numerics.listeners.append(listen)
+    yield found
+    numerics.listeners.remove(listen)
 
 
 def inputs() -> Tensor:

@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 import fa_inductor
-from fa_inductor import backend, torch_compat
+from fa_inductor import backend, inductor_compat
 from fa_inductor.errors import FallbackError, OptionError, UnknownKernelError
 from helpers import kernels_of, run_reported
 
@@ -81,7 +81,7 @@ def _before(kind: str) -> Any:
 
 
 # A list of passes is something that only newer versions of PyTorch know.
-KINDS = ["none", "one pass"] + (["list"] if torch_compat.pre_grad_takes_list() else [])
+KINDS = ["none", "one pass"] + (["list"] if inductor_compat.pre_grad_takes_list() else [])
 
 
 # --- register and unregister ----------------------------------------------------------------------
@@ -92,10 +92,10 @@ def test_unregister_puts_back_the_very_object(kind: str) -> None:
     inductor.pre_grad_custom_pass = _before(kind)
     inductor.joint_custom_pre_pass = _UsersPass()
     before = _settings()
-    users = torch_compat.custom_passes(before[0])
+    users = inductor_compat.custom_passes(before[0])
     fa_inductor.register(**REFERENCE)
     assert inductor.pre_grad_custom_pass is not before[0]
-    assert torch_compat.custom_passes(before[0]) == users  # the user's list was not written to
+    assert inductor_compat.custom_passes(before[0]) == users  # the user's list was not written to
     fa_inductor.unregister()
     _assert_settings(before)
 
@@ -103,7 +103,7 @@ def test_unregister_puts_back_the_very_object(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_users_passes_still_run_beside_ours(kind: str) -> None:
     inductor.pre_grad_custom_pass = _before(kind)
-    users = torch_compat.custom_passes(inductor.pre_grad_custom_pass)
+    users = inductor_compat.custom_passes(inductor.pre_grad_custom_pass)
     with fa_inductor.enabled(**REFERENCE):
         _, report = run_reported(torch.compile(_attend), _q())
     assert kernels_of(report) == ["reference"]
@@ -229,7 +229,7 @@ def test_an_impossible_inner_option_leaves_the_outer_one_in_force() -> None:
 def patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The Inductor configuration of each compile, without the option that carries our key."""
     seen: list[dict[str, Any]] = []
-    original = torch_compat.inductor_compiler
+    original = inductor_compat.inductor_compiler
 
     def recorded(mode: str | None, options: dict[str, Any]) -> Any:
         compiler = original(mode, options)
@@ -237,7 +237,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             seen.append({k: v for k, v in compiler.config.items() if k != backend._KEY_CARRIER})
         return compiler
 
-    monkeypatch.setattr(torch_compat, "inductor_compiler", recorded)
+    monkeypatch.setattr(inductor_compat, "inductor_compiler", recorded)
     return seen
 
 
@@ -249,7 +249,7 @@ MODES = ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagrap
 def test_a_mode_means_what_it_means_to_inductor(
     mode: str, spelling: str, patches: list[dict[str, Any]]
 ) -> None:
-    expected = torch_compat.inductor_compiler(mode, {}).config
+    expected = inductor_compat.inductor_compiler(mode, {}).config
     chosen = {"mode": mode} if spelling == "mode" else {"options": {"fa.mode": mode}}
     q = _q()
     result = torch.compile(_attend, backend="fa_inductor", **chosen)(q)
@@ -260,7 +260,7 @@ def test_a_mode_means_what_it_means_to_inductor(
 def test_inductors_own_options_are_kept_beside_a_mode(patches: list[dict[str, Any]]) -> None:
     options = {"fa.mode": "max-autotune", "epilogue_fusion": False, "max-autotune-pointwise": True}
     torch.compile(_attend, backend="fa_inductor", options=options)(_q())
-    expected = dict(torch_compat.inductor_compiler("max-autotune", {}).config)
+    expected = dict(inductor_compat.inductor_compiler("max-autotune", {}).config)
     expected |= {"epilogue_fusion": False, "max_autotune_pointwise": True}
     assert patches == [expected]
 

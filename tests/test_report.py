@@ -17,6 +17,7 @@ import fa_inductor
 from fa_inductor import Report
 from fa_inductor.errors import CoverageError
 from fa_inductor.report import fallback_line
+from fa_inductor.rewrite import rewrite
 
 BOTH = {"fa.kernels": ("fa4", "reference")}
 REFERENCE = {"fa.kernels": ("reference",)}
@@ -119,7 +120,7 @@ def test_a_model_without_attention_is_covered() -> None:
 def test_json_is_read_back_as_it_was_written(report: Report) -> None:
     data = report.to_json()
     assert json.loads(report.dumps()) == json.loads(json.dumps(data)) == data
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     site = data["sites"][2]
     assert site["source"] == report.sites[2].source
     assert "F.scaled_dot_product_attention(q, k, v, mask)" in site["code"]
@@ -144,6 +145,23 @@ def test_symbolic_sizes_are_text_in_json() -> None:
     assert (batch, heads, head_dim) == (2, 2, 16)
     assert isinstance(length, str)
     assert json.loads(report.dumps()) == report.to_json()
+
+
+def test_symbolic_numbers_are_text_in_json() -> None:
+    """A scale that Dynamo makes a symbol of, before it knows better."""
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        config = fa_inductor.Config(kernels=("reference",))
+        found.extend(site.spec for site in rewrite(gm, config, apply=False))
+        return gm.forward
+
+    def attend(q: torch.Tensor, scale: float) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, q, q, scale=scale)
+
+    torch.compile(attend, backend=backend, dynamic=True)(torch.randn(1, 2, 4, 8), 0.3)
+    assert isinstance(found[0].scale, torch.SymFloat)
+    assert isinstance(json.loads(json.dumps(found[0].to_json()))["scale"], str)
 
 
 def test_report_renders(report: Report) -> None:

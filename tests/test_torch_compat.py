@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fa_inductor import dynamo_compat, torch_compat
+from fa_inductor import dynamo_compat, inductor_compat, torch_compat
 from fa_inductor.errors import AdapterError
 
 
@@ -76,17 +76,17 @@ def test_sub_graphs_are_told_from_the_root() -> None:
 
 
 def test_passes_pickle_and_keep_their_keys() -> None:
-    keyed = torch_compat.cache_key_pass("ours")
+    keyed = inductor_compat.cache_key_pass("ours")
     assert pickle.loads(pickle.dumps(keyed)).uuid() == keyed.uuid() == ("ours",)
-    assert torch_compat.cache_key_pass("ours", keyed).uuid() == ("ours", ("ours",))
-    assert torch_compat.cache_key_pass("ours", lambda graph: None).uuid() is None
+    assert inductor_compat.cache_key_pass("ours", keyed).uuid() == ("ours", ("ours",))
+    assert inductor_compat.cache_key_pass("ours", lambda graph: None).uuid() is None
 
 
 def test_inductor_is_where_it_was() -> None:
-    compiler = torch_compat.inductor_compiler("reduce-overhead", {"max_autotune": True})
+    compiler = inductor_compat.inductor_compiler("reduce-overhead", {"max_autotune": True})
     assert compiler.config["triton.cudagraphs"] is True
-    assert "max_autotune" in torch_compat.inductor_option_names()
-    assert torch_compat.cpp_compiler()
+    assert "max_autotune" in inductor_compat.inductor_option_names()
+    assert inductor_compat.cpp_compiler()
 
 
 def test_tangents_are_seen() -> None:
@@ -97,6 +97,86 @@ def test_tangents_are_seen() -> None:
     with forward_ad.dual_level():
         assert torch_compat.has_tangent([forward_ad.make_dual(x, x)])
         assert not torch_compat.has_tangent([x])
+
+
+# --- What reports are made of ---------------------------------------------------------------------
+
+
+def test_dynamos_registry_of_graph_breaks_is_where_it_was() -> None:
+    ids = dynamo_compat.graph_break_ids()
+    assert ids["Data-dependent branching"] == "GB0170"
+    assert ids["Call to `torch._dynamo.graph_break()`"] == "GB0025"
+    assert len(ids) > 100
+
+
+def test_the_message_of_a_branch_is_the_known_word() -> None:
+    """`graph_breaks` translates it; and the stack is the user's."""
+    seen: list[dynamo_compat.Break | None] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        seen.append(dynamo_compat.graph_break_reason(gm))
+        return gm.forward
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sin().sum() > 0 else x
+
+    torch.compile(f, backend=backend)(torch.ones(2))
+    assert seen[0] is not None
+    message, stack = seen[0]
+    assert message.split(" ")[0] == "generic_jump"
+    assert (stack[-1].filename, stack[-1].name) == (__file__, "f")
+    assert seen[1] is None
+
+
+def test_dynamo_records_its_frames() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    attempts: list[dynamo_compat.Attempt | None] = []
+
+    def backend(gm: torch.fx.GraphModule, _: object) -> object:
+        attempts.append(dynamo_compat.attempt())
+        return gm.forward
+
+    assert dynamo_compat.attempt() is None
+    watch = dynamo_compat.DynamoWatch()
+    torch.compile(f, backend=backend, dynamic=False)(torch.ones(2))
+    torch.compile(f, backend=backend, dynamic=False)(torch.ones(3))
+    first, second = watch.new_frames()
+    line = f.__code__.co_firstlineno
+    assert (first.function, first.source) == ("f", f"{__file__}:{line}")
+    assert (first.recompile_reason, first.failure) == (None, None)
+    assert "expected 2, actual 3" in (second.recompile_reason or "")
+    assert watch.new_frames() == []
+    assert [a and (a.compile_id, a.number) for a in attempts] == [("0/0", 0), ("0/1", 0)]
+
+
+def test_dynamo_records_why_it_left_a_frame() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return x
+
+    watch = dynamo_compat.DynamoWatch()
+    torch.compile(f, backend="eager")(torch.ones(2))
+    frame = watch.new_frames()[0]
+    assert frame.failure == "Unsupported"
+    assert "graph break in loop" in frame.message
+    assert frame.failed_at == f"{__file__}:{f.__code__.co_firstlineno + 2}"
+
+
+def test_names_of_functions_that_go_on_after_a_break() -> None:
+    assert dynamo_compat.users_function("torch_dynamo_resume_in_forward_at_19") == "forward"
+    assert dynamo_compat.users_function("forward_at_19") == "forward_at_19"
+
+
+def test_tensors_are_found_with_their_place() -> None:
+    one = torch.ones(1)
+    found = torch_compat.tensors_in({"a": [one, 3], "b": (torch.ones(1, dtype=torch.int), one)})
+    assert [(path, tensor is one) for path, tensor in found] == [
+        ("['a'][0]", True),
+        ("['b'][1]", True),
+    ]
 
 
 def test_real_tensors_while_tracing() -> None:

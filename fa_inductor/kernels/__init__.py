@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import os
 from typing import Any
 
 from ..errors import UnknownKernelError, nearest
@@ -41,6 +42,7 @@ BUILT_IN = {
     "reference": "fa_inductor.kernels.reference",
 }
 ENTRY_POINTS = "fa_inductor.kernels"
+RECORD = "FA_INDUCTOR_RECORD"  # names a file: see `fa_inductor.warming.record`
 _GRADIENTS = 5  # that a repeated backward has memory for
 
 
@@ -72,8 +74,17 @@ def load(name: str) -> Any:
         plain = plain_name(name)
         return around(load(plain), plain, watch, _GRADIENTS)
     if name in BUILT_IN:
-        return importlib.import_module(BUILT_IN[name])
+        return recorded(name, importlib.import_module(BUILT_IN[name]))
     return _plugins()[name].load()
+
+
+def recorded(name: str, module: Any) -> Any:
+    """`module`, whose calls are written down where that is asked for."""
+    if not os.environ.get(RECORD):
+        return module
+    from ..warming.record import Recorded
+
+    return Recorded(name, module)
 
 
 def extra_rows(name: str) -> tuple[Row, ...]:

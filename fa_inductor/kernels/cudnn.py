@@ -7,6 +7,7 @@ and the stream they are set to belong to one thread and one device, as cuDNN ask
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import torch_compat
+from .. import jit_monitor, torch_compat
 from ..call_cache import forget_at_exit
 from ..errors import CaptureError, DerivativeError, DeviceError, DtypeError, ShapeError
 from ..problem import Gradients, Inputs, Problem
@@ -63,6 +64,7 @@ class _Device:
         plan = self.plans.get(description)
         if plan is not None:
             statistics.found += 1
+            jit_monitor.count("plan_hits")
             self.plans.move_to_end(description)
             return plan
         if torch.cuda.is_current_stream_capturing():
@@ -70,7 +72,13 @@ class _Device:
                 f"cuDNN has no plan yet for this attention {description.kind}, and cannot build "
                 "one while a CUDA graph is captured: run it once with these shapes before."
             )
+        jit_monitor.about_to(
+            "cuDNN builds a plan", description.fields, lambda: [d.fields for d in self.plans]
+        )
+        started = time.perf_counter()
         plan = build(description, self.handle_on_current_stream())
+        jit_monitor.count("plan_seconds", time.perf_counter() - started)
+        jit_monitor.count("plan_builds")
         statistics.built += 1
         self.plans[description] = plan
         while len(self.plans) > CAPACITY:

@@ -12,6 +12,7 @@ in which only cuDNN's engines take part: the JIT engines that the Python class a
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,13 @@ class Description:
     operands: tuple[Operand, ...]
     device: int
     version: int
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What it says, by name, as text."""
+        named = {each.name: str(getattr(self, each.name)) for each in dataclasses.fields(self)}
+        del named["operands"]
+        return named | {operand.name: str(operand.layout) for operand in self.operands}
 
     def __getitem__(self, name: str) -> Layout:
         return next(operand.layout for operand in self.operands if operand.name == name)

@@ -18,7 +18,8 @@ from ..errors import DeviceError, DtypeError, MissingLibraryError, ShapeError
 from ..layout import packed_strides
 from ..problem import Gradients, Inputs, Problem, Saved
 from ..target import TESTED_LIBRARIES
-from ..torch_compat import view_as
+from ..torch_compat import view_as_any
+from . import fa4_objects
 from .fa4_launch import Recording, Repeat, recording
 
 SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,7 +35,14 @@ def _interface() -> Any:
             f"pip install flash-attn-4=={TESTED_LIBRARIES['flash-attn-4']} "
             "'nvidia-cutlass-dsl[cu13]>=4.8.1' triton"
         ) from missing
+    fa4_objects.install(interface)
     return interface
+
+
+def use_kernel_cache() -> None:
+    """Have FlashAttention-4 look for its compiled kernels in fa_inductor's directory, and keep
+    them there, also where the user's own code calls it. The first attention op does so too."""
+    _interface()
 
 
 def _check(problem: Problem, inputs: Inputs) -> None:
@@ -77,7 +85,7 @@ def _bshd(tensor: Tensor) -> Tensor:
     such a stride is made one that it likes.
     """
     view = tensor.detach().transpose(1, 2)
-    return view if 1 not in view.shape else view_as(view, view.shape, packed_strides(view), 0)
+    return view if 1 not in view.shape else view_as_any(view, view.shape, packed_strides(view), 0)
 
 
 def _given(inputs: Inputs) -> list[Tensor | None]:

@@ -143,6 +143,8 @@ class Recording:
             does not take.
         made_by_fa4: results that FA4 allocates itself, by their place in that order.
         """
+        if not self.calls:  # fake tensors: compiled only
+            return None
         tensors_given = {i: tensor for i, tensor in enumerate(given) if tensor is not None}
         tensors_given.update(made_by_fa4 or {})
         tensors = list(tensors_given.values())

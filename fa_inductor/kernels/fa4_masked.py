@@ -18,7 +18,7 @@ from .. import mask_text
 from ..layout import packed_strides
 from ..masked_problem import QUERY_BLOCK, Blocks, MaskedInputs, key_block
 from ..problem import Gradients, Problem
-from ..torch_compat import view_as
+from ..torch_compat import view_as_any
 from . import fa4
 from .fa4_launch import Repeat, recording
 
@@ -81,7 +81,7 @@ def _given(inputs: MaskedInputs, blocks: list[Tensor]) -> list[Tensor | None]:
 
 def _packed(blocks: Blocks) -> list[Tensor]:
     """FA4 looks at the strides of dimensions of size 1 too."""
-    return [view_as(each, each.shape, packed_strides(each), 0) for each in blocks]
+    return [view_as_any(each, each.shape, packed_strides(each), 0) for each in blocks]
 
 
 def _arguments(problem: Problem, inputs: MaskedInputs, blocks: list[Tensor]) -> dict[str, Any]:

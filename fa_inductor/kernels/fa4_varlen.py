@@ -82,6 +82,8 @@ def _repeat(
     made_by_fa4: dict[int, Tensor] | None = None,
 ) -> Repeat | None:
     """The launches again, unless FA4 made some beside the noted ones."""
+    if not noted.calls:  # compiled only
+        return None
     batch = inputs.cu_seqlens_q.shape[0] - 1
     if batch > fa4._interface().BIN_BATCH_SEARCH_THRESH:
         return None  # a kernel of its own has summed up the tiles of each sequence

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnknownKernelError
 from ..watch import plain_name, watch_of
-from . import check_known
+from . import check_known, recorded
 from .watched import around
 
 _GRADIENTS = 4  # that a repeated backward has memory for
@@ -54,7 +54,7 @@ class VariantKernels(NamedTuple):
         """The module for the kernel called `name`. Raises `UnknownKernelError`."""
         self.check_known(name)
         plain = plain_name(name)
-        module = importlib.import_module(self.modules[plain])
+        module = recorded(plain, importlib.import_module(self.modules[plain]))
         if watch := watch_of(name):
             return around(module, plain, watch, _GRADIENTS)
         return module

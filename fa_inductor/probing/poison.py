@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from .. import torch_compat
+from .. import inductor_compat
 
 NAN = float("nan")
 FINITE = -12345.0  # another poison, for telling what was not written from what is NaN by itself
@@ -58,7 +58,7 @@ def poisoned(deterministic_fill: bool = True) -> Iterator[Poison]:
     """
     poison = Poison()
     with contextlib.ExitStack() as stack:
-        owner, names = torch_compat.inductor_allocators()
+        owner, names = inductor_compat.inductor_allocators()
         for name in names:
             original = getattr(owner, name)
 

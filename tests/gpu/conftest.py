@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fa_inductor
 from poison import poison_cuda_free_memory
+from pytest_fa_inductor import fa_device
+
+__all__ = ["fa_device"]  # here too, for a checkout that is not installed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,8 +19,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_gpu() -> None:
+def poisoned_gpu(request: pytest.FixtureRequest, fa_device: torch.device) -> None:
     """Each test starts with the allocator's free memory full of NaN, far more than it needs."""
+    if request.config.getoption("compile_only", default=False):
+        return
     assert torch.cuda.is_available(), "the GPU tests need a CUDA GPU"
     poison_cuda_free_memory(0.15)
 
@@ -31,4 +37,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if ran and torch.cuda.is_available():
         terminalreporter.write_line(
             f"{len(ran)} GPU tests ran on {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        )
+        counts = fa_inductor.stats()
+        terminalreporter.write_line(
+            f"in this process {counts.compiles} kernels were compiled and {counts.loads} found, "
+            f"{counts.plan_builds} cuDNN plans built"
         )

@@ -19,9 +19,10 @@ from fa_inductor.kernels import fa4
 def findings() -> Iterator[list[numerics.Finding]]:
     found: list[numerics.Finding] = []
     numerics.forget()
-    numerics.listeners.append(found.append)
+    listen = found.append
+    numerics.listeners.append(listen)
     yield found
-    numerics.listeners.clear()
+    numerics.listeners.remove(listen)
     numerics.forget()
 
 

@@ -1,0 +1,1 @@
+"""Kernels made ready before they are needed, also on a machine without a GPU."""
