@@ -23,7 +23,7 @@ import fa_inductor
 from fa_inductor import numerics
 from fa_inductor.errors import NumericsError, OptionError
 from fa_inductor.kernels import reference
-from fa_inductor.watch import Watch, plain_name, watch_of, watched_name
+from fa_inductor.watch import Watch, plain_name, site_name, split_site, watch_of, watched_name
 from helpers import compile_quick, compile_reference
 
 
