@@ -28,6 +28,7 @@ from .reporting.junit import properties
 from .reporting.markdown import markdown
 from .reporting.page import page
 from .reporting.sarif import sarif
+from .watch import split_site
 
 _REPORT = pytest.StashKey[Report]()
 
@@ -103,18 +104,20 @@ def compiling(item: pytest.Item) -> Iterator[Compiler]:
     torch._dynamo.reset()
     with collecting(item.stash.setdefault(_REPORT, Report())) as report:
         yield Compiler(report)
+        numerics.check()  # under `fa.on_guard="error"` what the last call did fails the test
 
 
 @contextmanager
 def _guarded(report: Report) -> Iterator[None]:
-    """What `fa.guard` finds not to be finite inside is in the report."""
+    """What `fa.guard` finds inside is in the report."""
 
     def listen(finding: numerics.Finding) -> None:
-        if "not finite" in finding.text:
-            site, kernel, direction = finding.names
-            module, _, source = site.rstrip(")").rpartition(" (")
-            place = f"attention {module} on {kernel}"
-            report.not_finite.append(NotFinite(place, source, f"the {direction}"))
+        site, kernel, direction = finding.names
+        name, source = split_site(site)
+        text = f"the {finding.text.replace(site, name)}"  # the same on every machine
+        place = f"attention {name} on {kernel}"
+        output = f"the numbers of the {direction}" if finding.is_finite else f"the {direction}"
+        report.not_finite.append(NotFinite(place, source, output, text))
 
     numerics.listeners.append(listen)
     try:
@@ -183,6 +186,7 @@ class Reports:
         settled()
         with suppress(NumericsError):  # a listener has heard it
             numerics.check()
+        numerics.clear()  # the next test that meets it is to be told of it, too
         data = item.stash[_REPORT].to_json()
         if any(data[part] for part in PARTS):
             result = outcome.get_result()
