@@ -194,7 +194,8 @@ class Reports:
             result.user_properties = [*result.user_properties, *properties(data, self.root)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.ran += report.when == "call"
+        skipped = report.skipped and not hasattr(report, "wasxfail")
+        self.ran += report.when == "call" and not skipped
         text = getattr(report, "fa_inductor", None)
         if text is not None:
             self.by_test[report.nodeid] = json.loads(text)
@@ -216,7 +217,8 @@ class Reports:
         if self.folder is not None:
             self._write(self.folder)
         # Tests that ran and compiled nothing have judged nothing.
-        self.is_empty = bool(self.fail_on) and self.ran > 0 and not self.by_test
+        judges = bool(self.fail_on) and not self.writes_baseline
+        self.is_empty = judges and self.ran > 0 and not self.by_test
         bad = self.failing or self.is_empty
         if bad and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -243,7 +245,7 @@ class Reports:
         terminalreporter.section("attention in compiled graphs")
         say(summary(self.data) if self.by_test else "no test has compiled anything")
         if self.is_empty:
-            say("FAILED: --fa-fail-on is given, and no test has compiled anything to judge")
+            say("FAILED: tests ran, and none has compiled anything that could be judged")
         counts: dict[str, list[Finding]] = {}
         for each in self.found:
             counts.setdefault(each.rule, []).append(each)

@@ -102,3 +102,15 @@ def test_a_test_that_ends_with_it_fails_where_errors_are_asked_for(project: Proj
     run = project.run("-k", "error")
     assert run.status == 1
     assert "NumericsError" in run.output
+
+
+def test_a_run_that_compiles_nothing_fails(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.write("test_models.py", "def test_nothing(): pass")
+    run = project.run("--fa-fail-on=nan")
+    assert run.status == 1, run.output
+    assert "1 passed" in run.output
+    assert "FAILED: tests ran, and none has compiled anything" in run.output
+    assert project.run().status == 0
+    nothing = project.run("--fa-fail-on=nan", "-k", "no_such_test")
+    assert nothing.status == pytest.ExitCode.NO_TESTS_COLLECTED
