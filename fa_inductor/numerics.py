@@ -72,10 +72,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Numbers of one row that were wrong; text: in words."""
+    """Numbers of one row that were wrong; text: in words. is_finite: none is NaN or infinity."""
 
     names: Names
     text: str
+    is_finite: bool = False
 
 
 class Table:
@@ -147,6 +148,13 @@ class Table:
             self.is_copying = False
         self._tell(self.memory if self.arrival is None else self.host)
 
+    def clear(self) -> None:
+        """Nothing was seen, and nothing told; rows stay."""
+        with _lock:
+            self.memory.zero_()
+            self.told.clear()
+            self.is_copying = False
+
     def _send(self) -> None:
         assert self.arrival is not None
         count = len(self.rows)
@@ -169,9 +177,7 @@ class Table:
             is_error = any(self.rows[i].action == "error" for i in new)
             text = f"{made[0].text}" + _others(made[1:])
             if is_error:  # whoever catches it can go on
-                self.memory.zero_()
-                self.told.clear()
-                self.is_copying = False
+                self.clear()
         for finding in made:
             for listener in listeners:
                 listener(finding)
@@ -208,8 +214,21 @@ def check() -> None:
     For the end of a run, and where nothing of a step runs in Python, as with CUDA graphs under
     `fa_inductor.register()`. Raises `NumericsError` under `fa.on_guard="error"`.
     """
+    errors = []
     for table in list(_tables.values()):
-        table.wait()
+        try:
+            table.wait()
+        except NumericsError as error:  # the other devices have something to tell, too
+            errors.append(str(error))
+    if errors:
+        raise NumericsError("\n".join(errors))
+
+
+def clear() -> None:
+    """Drop what was seen, told or not: what happens again is told again. Rows stay, so that
+    captured CUDA graphs may go on."""
+    for table in list(_tables.values()):
+        table.clear()
 
 
 def forget() -> None:
@@ -230,7 +249,8 @@ def _finding(row: Row, values: Sequence[float], bad: Sequence[bool]) -> Finding:
         if is_bad
     ]
     site, kernel, direction = row.names
-    return Finding(row.names, f"{direction} of attention {site} on {kernel}: {', '.join(texts)}")
+    text = f"{direction} of attention {site} on {kernel}: {', '.join(texts)}"
+    return Finding(row.names, text, all(map(math.isfinite, values)))
 
 
 def _others(rest: Sequence[Finding]) -> str:

@@ -28,6 +28,7 @@ from .reporting.junit import properties
 from .reporting.markdown import markdown
 from .reporting.page import page
 from .reporting.sarif import sarif
+from .watch import split_site
 
 _REPORT = pytest.StashKey[Report]()
 
@@ -103,18 +104,20 @@ def compiling(item: pytest.Item) -> Iterator[Compiler]:
     torch._dynamo.reset()
     with collecting(item.stash.setdefault(_REPORT, Report())) as report:
         yield Compiler(report)
+        numerics.check()  # under `fa.on_guard="error"` what the last call did fails the test
 
 
 @contextmanager
 def _guarded(report: Report) -> Iterator[None]:
-    """What `fa.guard` finds not to be finite inside is in the report."""
+    """What `fa.guard` finds inside is in the report."""
 
     def listen(finding: numerics.Finding) -> None:
-        if "not finite" in finding.text:
-            site, kernel, direction = finding.names
-            module, _, source = site.rstrip(")").rpartition(" (")
-            place = f"attention {module} on {kernel}"
-            report.not_finite.append(NotFinite(place, source, f"the {direction}"))
+        site, kernel, direction = finding.names
+        name, source = split_site(site)
+        text = f"the {finding.text.replace(site, name)}"  # the same on every machine
+        place = f"attention {name} on {kernel}"
+        output = f"the numbers of the {direction}" if finding.is_finite else f"the {direction}"
+        report.not_finite.append(NotFinite(place, source, output, text))
 
     numerics.listeners.append(listen)
     try:
@@ -183,6 +186,7 @@ class Reports:
         settled()
         with suppress(NumericsError):  # a listener has heard it
             numerics.check()
+        numerics.clear()  # the next test that meets it is to be told of it, too
         data = item.stash[_REPORT].to_json()
         if any(data[part] for part in PARTS):
             result = outcome.get_result()
@@ -190,7 +194,8 @@ class Reports:
             result.user_properties = [*result.user_properties, *properties(data, self.root)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.ran += report.when == "call"
+        skipped = report.skipped and not hasattr(report, "wasxfail")
+        self.ran += report.when == "call" and not skipped
         text = getattr(report, "fa_inductor", None)
         if text is not None:
             self.by_test[report.nodeid] = json.loads(text)
@@ -212,7 +217,8 @@ class Reports:
         if self.folder is not None:
             self._write(self.folder)
         # Tests that ran and compiled nothing have judged nothing.
-        self.is_empty = bool(self.fail_on) and self.ran > 0 and not self.by_test
+        judges = bool(self.fail_on) and not self.writes_baseline
+        self.is_empty = judges and self.ran > 0 and not self.by_test
         bad = self.failing or self.is_empty
         if bad and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -239,7 +245,7 @@ class Reports:
         terminalreporter.section("attention in compiled graphs")
         say(summary(self.data) if self.by_test else "no test has compiled anything")
         if self.is_empty:
-            say("FAILED: --fa-fail-on is given, and no test has compiled anything to judge")
+            say("FAILED: tests ran, and none has compiled anything that could be judged")
         counts: dict[str, list[Finding]] = {}
         for each in self.found:
             counts.setdefault(each.rule, []).append(each)

@@ -50,11 +50,13 @@ class NotFinite:
     """An output of a compiled call that holds NaN or infinity.
 
     source: `file:line` of the compiled function; output: where in what it returned.
+    text: what `fa.guard` says, where that has found it: of an attention, at `source`.
     """
 
     function: str
     source: str
     output: str
+    text: str = ""
 
 
 @dataclass

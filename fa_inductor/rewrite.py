@@ -24,7 +24,7 @@ from .spec import AttentionSpec
 from .target import Target
 from .times import CORE
 from .user_code import StackFrame
-from .watch import Watch, plain_name, watched_name
+from .watch import Watch, plain_name, site_name, watched_name
 
 _SEEN = "fa_inductor_seen"
 
@@ -117,7 +117,7 @@ def _watched(record: SiteRecord, config: Config) -> str:
     assert record.kernel is not None
     if config.guard == "off":
         return record.kernel
-    site = f"{record.module or record.family} ({record.source})"
+    site = site_name(record.module or record.family, record.source)
     return watched_name(
         record.kernel, Watch(config.guard, config.on_guard, config.guard_every, site)
     )

@@ -25,6 +25,17 @@ class Watch:
     site: str
 
 
+def site_name(name: str, source: str) -> str:
+    """A site of this name (its module, or what kind it is), which is at `source`."""
+    return f"{name} ({source})"
+
+
+def split_site(site: str) -> tuple[str, str]:
+    """What `site_name` has put together."""
+    name, _, source = site.removesuffix(")").partition(" (")
+    return name, source
+
+
 def watched_name(kernel: str, watch: Watch) -> str:
     """The name of `kernel` under `watch`."""
     how = f"{watch.guard},{watch.action},{watch.every}"

@@ -23,7 +23,7 @@ import fa_inductor
 from fa_inductor import numerics
 from fa_inductor.errors import NumericsError, OptionError
 from fa_inductor.kernels import reference
-from fa_inductor.watch import Watch, plain_name, watch_of, watched_name
+from fa_inductor.watch import Watch, plain_name, site_name, split_site, watch_of, watched_name
 from helpers import compile_quick, compile_reference
 
 
@@ -254,6 +254,41 @@ def test_registered_as_well(findings: list[numerics.Finding]) -> None:
         compiled(inputs())
         compiled(inputs())
     assert "layers.1" in findings[0].names.site
+
+
+def test_what_happens_again_is_told_again_once_cleared(
+    findings: list[numerics.Finding],
+) -> None:
+    model = Model()
+    compiled = compile_quick(model, guard="finite")
+    break_values_of_one_head(model.layers[1])
+    for told in (2, 2):
+        compiled(inputs())
+        numerics.check()
+        assert len(findings) == told
+    numerics.clear()
+    numerics.check()
+    assert len(findings) == 2
+    compiled(inputs())
+    numerics.check()
+    assert len(findings) == 4
+    assert findings[2:] == findings[:2]
+
+
+def test_all_devices_are_checked_before_it_raises(findings: list[numerics.Finding]) -> None:
+    for name in ("cpu", "cpu:0"):
+        table = numerics.table_of(torch.device(name))
+        names = numerics.Names(name, "reference", "forward")
+        table.row(name, names, [numerics.Number("{}")], "error").cells[0].fill_(math.nan)
+        table.rows[0].finish()
+    with pytest.raises(NumericsError, match=r"cpu (?s:.*) cpu:0 "):
+        numerics.check()
+    assert [finding.names.site for finding in findings] == ["cpu", "cpu:0"]
+
+
+def test_names_of_sites() -> None:
+    for source in ("model.py:40", "/a (copy)/model.py:40"):
+        assert split_site(site_name("layers.0.attn", source)) == ("layers.0.attn", source)
 
 
 def test_names_of_watched_kernels() -> None:

@@ -173,10 +173,21 @@ def test_asked_without_a_compile_it_says_so(tmp_path: Path) -> None:
     for words, ran, status in ((("fallback",), 3, 1), (("fallback",), 0, 0), ((), 3, 0)):
         reports, session = _judged(tmp_path, {}, words, None, ran=ran)
         assert "no test has compiled anything" in _said(reports)
-        assert ("FAILED: --fa-fail-on is given" in _said(reports)) == bool(status)
+        assert ("FAILED: tests ran, and none has compiled" in _said(reports)) == bool(status)
         assert "nothing was compiled" in (tmp_path / "out/report.md").read_text()
         assert session.exitstatus == status
         assert json.loads((tmp_path / "out/report.json").read_text())["sites"] == []
+
+
+def test_a_run_that_writes_a_baseline_or_skips_is_not_empty(tmp_path: Path) -> None:
+    writing = {"writes": True, "ran": 1}
+    _, session = _judged(tmp_path, {}, FAIL_ON, tmp_path / "known.json", **writing)
+    assert session.exitstatus == 0
+    reports = Reports(_Config(tmp_path), None, None, False, FAIL_ON)  # type: ignore[arg-type]
+    skipped = pytest.TestReport("a", ("", 0, ""), {}, "skipped", "no GPU", "call")
+    for report in (skipped, pytest.TestReport("b", ("", 0, ""), {}, "passed", None, "setup")):
+        reports.pytest_runtest_logreport(report)
+    assert reports.ran == 0
 
 
 def test_the_docs_name_options_that_exist() -> None:

@@ -79,7 +79,8 @@ def _all(data: Data) -> Iterator[Finding]:
     yield from _sites(data)
     yield from _recompiles(data)
     for each in data["not_finite"]:
-        message = f"{each['output']} of {each['function']} holds NaN or infinity"
+        holds = f"{each['output']} of {each['function']} holds NaN or infinity"
+        message = each.get("text") or holds
         yield Finding(
             "nan",
             each["source"],

@@ -59,8 +59,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "nan",
         "NotFinite",
-        "An output of the compiled call holds NaN or infinity.",
+        "NaN, infinity or, found by `fa.guard`, wrong numbers.",
         "The fixture `fa_compile` looks at every floating-point output of the calls it compiled. "
+        '`fa.guard` looks at each attention, and with "oracle" compares it with float64. '
         "Compare with the same call in eager mode; `fa-inductor explain` names the sites.",
         "error",
     ),
