@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._logging import _internal
 
 from fa_inductor.explaining import planning_backend
 
+TLPARSE = Path(sys.executable).with_name("tlparse")
 OPTIONS = {"fa.kernels": ("reference",), "fa.on_fallback": "ignore"}
 
 
@@ -80,10 +81,9 @@ def test_each_graph_has_its_report(log: Path) -> None:
     assert first["frame_id"] != second["frame_id"]
 
 
-@pytest.mark.skipif(not shutil.which("tlparse"), reason="tlparse is not installed")
 def test_tlparse_shows_it(log: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    subprocess.run(["tlparse", str(log), "-o", str(out), "--no-browser"], check=True)
+    subprocess.run([TLPARSE, str(log), "-o", str(out), "--no-browser"], check=True)
     files = list(out.rglob("fa_inductor_report*.json"))
     assert len(files) == 2
     assert "fa_inductor_report" in (out / "index.html").read_text()
