@@ -123,7 +123,7 @@ class Store:
     ) -> bool:
         """Keep an object that `write(path)` writes; False where the directory takes none."""
         path = self.path(name, key)
-        made = _beside(path, ".o")
+        made = beside(path, ".o")
         try:
             self._ensure(path.parent)
             write(made)
@@ -188,13 +188,13 @@ class Store:
             lock.release()
 
 
-def _beside(path: Path, suffix: str = "") -> Path:
+def beside(path: Path, suffix: str = "") -> Path:
     """A name that no other thread, process or host takes."""
     return path.with_name(f".{path.stem}.{uuid.uuid4().hex}{suffix}")
 
 
 def _write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    made = _beside(path)
+    made = beside(path)
     made.write_text(text)
     os.replace(made, path)

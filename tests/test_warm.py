@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,40 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from warm_specs import spec
 
 from fa_inductor import demo, kernels
-from fa_inductor.errors import OptionError
-from fa_inductor.warming import record, tracing
+from fa_inductor.errors import OptionError, ShapeError
+from fa_inductor.warming import record, tracing, worker
 from fa_inductor.warming.compile_only import Seeing
 from fa_inductor.warming.jobs import Job, Layout, of_spec, read
+from fa_inductor.warming.warm import Summary, Warmed
+
+# --- Compiling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [5000, 5])
+def test_lengths_without_a_kernel_are_told(monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    def compile_job(job: Job) -> None:
+        if max(job.lengths) > longest:
+            raise ShapeError(f"only up to {longest}\nand so on")
+
+    monkeypatch.setattr(worker, "compile_job", compile_job)
+    monkeypatch.setattr(worker, "_refusals", lambda: (ShapeError,))
+    answer = worker.compiled(of_spec(spec())[0])
+    if longest == 5:  # not even the call itself
+        assert (answer["failed"], answer["refused"]) == ("ShapeError: only up to 5", [])
+        return
+    why = "8192 by 8192: ShapeError: only up to 5000"
+    assert (answer["failed"], answer["refused"][0]) == ("", why)
+    assert len(answer["refused"]) == 2
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(Summary([Warmed("sm_90a", 1, refused={"a job": answer["refused"]})]))
+    assert f"sm_90a: a job: not at 2 other lengths: {why}" in console.export_text()
+
 
 # --- Jobs -----------------------------------------------------------------------------------------
 

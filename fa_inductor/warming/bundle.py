@@ -19,7 +19,7 @@ import torch
 
 from .. import __version__, object_cache
 from ..errors import BundleError
-from ..object_store import Entry
+from ..object_store import Entry, beside
 
 log = logging.getLogger("fa_inductor")
 
@@ -166,6 +166,6 @@ def _unpack(packed: zipfile.ZipFile, name: str, root: Path) -> None:
         if entry is not None and entry.is_intact:
             return
     path.parent.mkdir(parents=True, exist_ok=True)
-    made = path.with_name(f".{path.name}.loading")
+    made = beside(path)
     made.write_bytes(packed.read(name))
     made.replace(path)

@@ -36,7 +36,8 @@ class Warmed:
 
     compiled, found: kernels made now, and there already. seconds: compiling, all processes
     together; wall: from start to end. failed: jobs without a kernel, with the reason.
-    skipped: jobs of kernels that only a GPU can make ready.
+    refused: lengths of other jobs that have none. skipped: jobs of kernels that only a GPU can make
+    ready.
     """
 
     target: str
@@ -46,6 +47,7 @@ class Warmed:
     seconds: float = 0.0
     wall: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, list[str]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -77,6 +79,9 @@ class Summary:
             counts = map(str, (each.jobs, each.compiled, each.found, len(each.failed)))
             table.add_row(each.target, *counts, rate, f"{each.wall:.1f}")
             notes += [Text(f"{each.target}: {job}: {why}") for job, why in each.failed.items()]
+            for job, lengths in each.refused.items():
+                count, first = len(lengths), lengths[0]
+                notes.append(Text(f"{each.target}: {job}: not at {count} other lengths: {first}"))
             notes += [Text(f"{each.target}: only on the GPU: {job}") for job in each.skipped]
         return Group(table, *notes)
 
@@ -169,6 +174,8 @@ def _work(target: Target, jobs: Sequence[Job], warmed: Warmed, progress: Progres
                 warmed.seconds += answer["seconds"]
                 if answer["failed"]:
                     warmed.failed[answer["job"]] = answer["failed"]
+                if answer["refused"]:
+                    warmed.refused[answer["job"]] = answer["refused"]
                 if progress is not None:
                     progress(target.arch, answer["job"])
         if process.returncode:

@@ -28,18 +28,20 @@ def _refusals() -> tuple[type[Exception], ...]:
 
 
 def compiled(job: Job) -> dict[str, Any]:
-    """Compile a job for all lengths; what came of it."""
+    """Compile a job for all lengths; what came of it: "failed" why there is no kernel for the call
+    itself, "refused" which other lengths have none."""
     before, started = jit_monitor.stats(), time.perf_counter()
-    failed, refused = "", 0
+    failed, refused = "", []
     refusals = _refusals()
     for number, each in enumerate(job.all_lengths()):
         try:
             compile_job(each)
         except refusals as error:
-            refused += 1
+            why = f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
             if number == 0:
-                failed = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+                failed = why
                 break
+            refused.append("{} by {}: {}".format(*each.lengths, why))
     after = jit_monitor.stats()
     return {
         "job": str(job),
@@ -47,8 +49,8 @@ def compiled(job: Job) -> dict[str, Any]:
         "found": after.loads - before.loads,
         "seconds": after.compile_seconds - before.compile_seconds,
         "wall": time.perf_counter() - started,
-        "refused_lengths": refused,
         "failed": failed,
+        "refused": refused,
     }
 
 
