@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Compiling Inductor's C++ is most of what the tests take, and its vector code a third of that.
 torch._inductor.config.cpp.simdlen = 1
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no use in looking through it for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries say at exit what was not freed
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from helpers import compile_quick
 from poison import poisoned
 
 LENGTHS = (65, 128, 129, 500, 1024, 4096)
-LAYERS = 2
+LAYERS = 1
 
 
 def llama(layers: int = LAYERS) -> Any:
@@ -79,7 +79,7 @@ def test_a_mask_is_looked_into_once_and_not_for_each_layer(
 
     monkeypatch.setattr(terms, "meant", counted)
     numbers = []
-    for layers in (1, 6):
+    for layers in (1, 3):
         looks.clear()
         torch._dynamo.reset()
         with torch.no_grad():
