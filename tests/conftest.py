@@ -33,6 +33,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no use in looking through it for garbage again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_unconfigure() -> None:

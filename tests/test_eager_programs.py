@@ -14,7 +14,7 @@ from fa_inductor.masks import spaces, terms
 from fa_inductor.rewrite import rewrite
 from poison import poisoned
 
-PROGRAMS, CHUNKS = 800, 2
+PROGRAMS, CHUNKS = 500, 2
 
 
 def disagreements(seeds: Iterable[int]) -> tuple[list[int], Counter[str]]:
@@ -35,8 +35,8 @@ def test_random_programs(chunk: int) -> None:
     wrong, kinds = disagreements(range(chunk, PROGRAMS, CHUNKS))
     assert wrong == []
     # Enough of each, that the test means something.
-    assert kinds["band"] > 30
-    assert kinds["reference"] > 200
+    assert kinds["band"] > 15
+    assert kinds["reference"] > 100
 
 
 def test_an_error_by_one_in_the_band_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from fa_inductor.masks.graphs import Interpreter
 from fa_inductor.masks.spaces import Space
 from fa_inductor.masks.terms import Mask
 
-PROGRAMS, CHUNKS = 5200, 8
+PROGRAMS, CHUNKS = 2600, 4
 
 
 def understood(made: Program) -> Mask | None:

@@ -29,8 +29,8 @@ BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 # Their attention is Llama's or BERT's, word for word.
 _COPIES = ("Qwen3", "Phi-3", "Mixtral", "RoBERTa", "DistilBERT")
-# Of all others the last input with each implementation, of Llama all.
-_LAST = {(entry.model, entry.attention): entry for entry in ENTRIES if entry.model not in _COPIES}
+# Of all others the last entry, of Llama all.
+_LAST = {entry.model: entry for entry in ENTRIES if entry.model not in _COPIES}
 _PLANNED = [entry for entry in ENTRIES if entry in _LAST.values() or entry.model == "Llama"]
 
 
@@ -114,14 +114,10 @@ def _judge(name: str, compile: Callable[[nn.Module], Callable[..., Any]] = _quic
 
 _RUN = (
     "Gemma2-eager-padded",
-    "Gemma2-eager-plain",
-    "GPT-OSS-eager-plain",
     "GPT-OSS-eager-padded",
     "Llama-eager-packed",
     "GPT-2-eager-padded",
-    "DeepSeek-V3-eager-plain",
     "DeepSeek-V3-sdpa-padded",
-    "SAM vision-eager-plain",
     "SAM vision-sdpa-plain",
     "T5-eager-plain",
     "T5-sdpa-plain",
