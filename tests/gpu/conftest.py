@@ -41,5 +41,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         counts = fa_inductor.stats()
         terminalreporter.write_line(
             f"in this process {counts.compiles} kernels were compiled and {counts.loads} found, "
-            f"{counts.plan_builds} cuDNN plans built"
+            f"{counts.plan_builds} cuDNN plans built and {counts.plan_loads} found"
         )

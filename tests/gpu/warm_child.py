@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -74,12 +75,25 @@ def sweep() -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """The same with cuDNN, which builds a plan for each, and none when they come again."""
+    """The same with cuDNN, which builds a plan for each, and none when they come again; and what
+    the plans compute."""
     lengths = (64, 100, 1000)
+    started = time.perf_counter()
     calls = _swept(lengths, "cudnn")
+    seconds = time.perf_counter() - started
     fa_inductor.on_jit("error")
     _swept(lengths, "cudnn")
-    return {"calls": calls}
+    errors = {}
+    for length in lengths:
+        for causal in ("none", "bottom_right"):
+            args = tuple(each.transpose(1, 2) for each in warm_models.inputs(2, length, 128))
+            ways = [
+                functools.partial(warm_models.attend, causal=causal, kernel=kernel)
+                for kernel in ("cudnn", "reference")
+            ]
+            ours, right = (_differentiated(attend, args) for attend in ways)
+            errors[f"{causal} {length}"] = _error(ours, right)
+    return {"calls": calls, "seconds": seconds, "errors": errors}
 
 
 def _swept(lengths: Sequence[int], kernel: str) -> int:
