@@ -68,7 +68,8 @@ def test_a_training_step_compiles_nothing_and_is_right(warmed: Path) -> None:
     assert said["compiles"] == 0
     assert said["loads"] >= 4
     assert said["plan_builds"] == 0
-    assert max(said["errors"].values()) < 0.06, said["errors"]
+    for ours, eager in said["errors"].values():  # in bfloat16, against float32
+        assert ours < 1.5 * eager, said["errors"]
 
 
 def test_masks_and_variable_lengths_compile_nothing_and_are_right(warmed: Path) -> None:
