@@ -26,7 +26,8 @@ class Stats:
 
     compiles: kernels compiled, in compile_seconds. loads: kernels read from a directory instead.
     hits: kernels found in memory when a call of a new class of metadata asked for them.
-    plan_builds: cuDNN plans built, in plan_seconds. plan_hits: found built already.
+    plan_builds: cuDNN plans built, in plan_seconds. plan_loads: read from a directory instead.
+    plan_hits: found in memory.
     Calls that are only repeated ask for nothing and are not counted.
     """
 
@@ -34,6 +35,7 @@ class Stats:
     loads: int = 0
     hits: int = 0
     plan_builds: int = 0
+    plan_loads: int = 0
     plan_hits: int = 0
     compile_seconds: float = 0.0
     plan_seconds: float = 0.0

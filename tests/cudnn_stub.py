@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from attention_inputs import qkv
 from torch import Tensor
 
+from fa_inductor import object_cache
 from fa_inductor.kernels import cudnn, cudnn_graph
 from fa_inductor.kernels.cudnn_graph import Description, Layout, Operand
 from fa_inductor.op_memory import gradients, outputs
@@ -89,8 +91,16 @@ class StubGraph:
             raise Refused(reason)
         self.built.append(index)
 
-    def get_plan_name_at_index(self, index: int) -> str:
-        return f"engine {index}"
+    def serialize(self, *, as_bytes: bool) -> bytes:
+        assert as_bytes
+        assert self.built, "no built execution plan"
+        return pickle.dumps((self._get_variant_pack_uids_sorted(), self.workspace))
+
+    def deserialize(self, handle: int, data: bytes) -> None:
+        if self.refuses:
+            raise Refused(self.refuses)
+        uids, self.workspace = pickle.loads(data)
+        self.made = [StubTensor({"uid": uid}) for uid in uids]
 
     def get_workspace_size(self) -> int:
         return self.workspace
@@ -153,6 +163,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, cuda_tensors: bool = True) -> Ma
     for module in (cudnn, cudnn_graph):
         monkeypatch.setattr(module, "library", lambda: made.library)
     monkeypatch.setattr(cudnn, "_devices", cudnn._Devices())
+    monkeypatch.setenv(object_cache.SWITCH, "0")
     monkeypatch.setattr(cudnn, "statistics", cudnn.Statistics())
     stream = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, stream, lambda index: made.stream, raising=False)

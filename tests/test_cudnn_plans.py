@@ -283,7 +283,7 @@ def test_the_first_plan_that_builds_is_taken(machine: Machine) -> None:
     (graph,) = machine.library.graphs
     assert graph.built == [1]
     assert graph.executed[0][3] == 1
-    assert plans()[0].engine == "engine 1"
+    assert plans()[0].index == 1
 
 
 def test_no_plan_builds(machine: Machine) -> None:

@@ -92,6 +92,7 @@ INSIDE = {
         ("watched",),
         ("__init__",),
         ("reference", "variants", "fa4_launch", "fa4_objects", "cudnn_graph"),
+        ("cudnn_plans",),
         ("fa4", "cudnn", "reference_varlen", "reference_masked"),
         ("fa4_varlen", "fa4_masked"),
     ),

@@ -21,6 +21,7 @@ from ..call_cache import forget_at_exit
 from ..errors import CaptureError, DerivativeError, DeviceError, DtypeError, ShapeError
 from ..problem import Gradients, Inputs, Problem
 from .cudnn_graph import Description, Layout, Operand, Plan, build, library
+from .cudnn_plans import plan_of
 
 CAPACITY = 128  # plans that each thread keeps for each device
 
@@ -72,17 +73,22 @@ class _Device:
                 f"cuDNN has no plan yet for this attention {description.kind}, and cannot build "
                 "one while a CUDA graph is captured: run it once with these shapes before."
             )
+        handle = self.handle_on_current_stream()
+        plan = plan_of(description, handle, lambda: self._built(description, handle))
+        self.plans[description] = plan
+        while len(self.plans) > CAPACITY:
+            self.plans.popitem(last=False)
+        return plan
+
+    def _built(self, description: Description, handle: int) -> Plan:
         jit_monitor.about_to(
             "cuDNN builds a plan", description.fields, lambda: [d.fields for d in self.plans]
         )
         started = time.perf_counter()
-        plan = build(description, self.handle_on_current_stream())
+        plan = build(description, handle)
         jit_monitor.count("plan_seconds", time.perf_counter() - started)
         jit_monitor.count("plan_builds")
         statistics.built += 1
-        self.plans[description] = plan
-        while len(self.plans) > CAPACITY:
-            self.plans.popitem(last=False)
         return plan
 
 

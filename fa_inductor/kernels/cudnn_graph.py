@@ -120,8 +120,8 @@ class Description:
 class Plan:
     """A built graph, and what it declared."""
 
-    def __init__(self, description: Description, graph: Any, index: int, engine: str) -> None:
-        self.description, self.graph, self.index, self.engine = description, graph, index, engine
+    def __init__(self, description: Description, graph: Any, index: int) -> None:
+        self.description, self.graph, self.index = description, graph, index
         self.workspace: int = graph.get_workspace_size()
         graph._prepare_variant_pack_template()
         operands = description.operands
@@ -130,6 +130,10 @@ class Plan:
         self.sources = [(operands[uid - 1].slot, operands[uid - 1].offset) for uid in uids]
         self.pointers = (ctypes.c_void_p * len(uids))()
         self.address = ctypes.addressof(self.pointers)
+
+    def serialized(self) -> bytes:
+        """What `deserialized` makes the same plan from, in another process."""
+        return self.graph.serialize(as_bytes=True)  # type: ignore[no-any-return]
 
     def bind(self, tensors: Sequence[Tensor | None]) -> None:
         """Raise `PlanError` unless the graph was declared for tensors that lie just so."""
@@ -194,8 +198,15 @@ def build(description: Description, handle: int | None, **options: Any) -> Plan:
         except (refused, RuntimeError) as error:
             reasons.append(str(error))
             continue
-        return Plan(description, graph, index, graph.get_plan_name_at_index(index))
+        return Plan(description, graph, index)
     raise PlanError(f"cuDNN has no plan for this attention {description.kind}: {reasons}")
+
+
+def deserialized(description: Description, handle: int, data: bytes) -> Plan:
+    """The plan that was built for the same description. Raises cuDNN's errors."""
+    graph = library().backend_graph(handle=handle)
+    graph.deserialize(handle, data)
+    return Plan(description, graph, 0)  # it is the only one in there
 
 
 def _data_type(dtype: torch.dtype) -> Any:

@@ -68,7 +68,8 @@ def test_a_training_step_compiles_nothing_and_is_right(warmed: Path) -> None:
     assert said["compiles"] == 0
     assert said["loads"] >= 4
     assert said["plan_builds"] == 0
-    assert max(said["errors"].values()) < 0.06, said["errors"]
+    for ours, eager in said["errors"].values():  # in bfloat16, against float32
+        assert ours < 1.5 * eager, said["errors"]
 
 
 def test_masks_and_variable_lengths_compile_nothing_and_are_right(warmed: Path) -> None:
@@ -93,10 +94,14 @@ def test_any_length_is_warm(warmed: Path) -> None:
     assert (said["compiles"], said["plan_builds"]) == (0, 0)
 
 
-def test_cudnn_builds_a_plan_for_each_length_once(warmed: Path) -> None:
-    said = _child("plans", warmed)
-    print("cuDNN at three lengths:", said)
-    assert said["plan_builds"] == said["calls"]
+def test_cudnn_builds_a_plan_for_each_length_once(tmp_path: Path) -> None:
+    """In one process; the next reads them, and computes with what it has read."""
+    first, second = (_child("plans", tmp_path) for _ in range(2))
+    print("cuDNN at three lengths:", first, "and again:", second)
+    assert (first["plan_builds"], first["plan_loads"]) == (first["calls"], 0)
+    assert (second["plan_builds"], second["plan_loads"]) == (0, second["calls"])
+    for said in (first, second):
+        assert max(said["errors"].values()) < 0.02, said["errors"]
 
 
 def test_an_object_of_another_gpu_is_not_even_looked_at(warmed: Path, tmp_path: Path) -> None:

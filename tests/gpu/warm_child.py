@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -18,22 +19,24 @@ from fa_inductor.kernels import cudnn  # noqa: F401  (its import is no part of w
 
 
 def step() -> dict[str, Any]:
-    """A training step of the demo and of Llama against eager; no kernel may be compiled."""
+    """A training step of the demo and of Llama; no kernel may be compiled. Errors are those of
+    eager in float32, ours and of eager as it is."""
     errors = {}
     for name, make in (("demo", demo.make), ("llama", warm_models.llama)):
         torch.manual_seed(0)
         model, args, kwargs = make()
         options = {"fa.on_jit": "error", "fa.kernels": ("fa4",)}
         compiled = torch.compile(model, backend="fa_inductor", options=options)
-        results = []
-        for run in (compiled, model):
-            loss = run(*args, **kwargs)
-            loss = loss if isinstance(loss, torch.Tensor) else loss.loss
-            model.zero_grad(set_to_none=True)
-            loss.backward()
-            results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        errors[name] = _error(*results)
+        ours, eager = (_loss_and_gradients(run, model, args, kwargs) for run in (compiled, model))
+        right = _loss_and_gradients(model.float(), model, args, kwargs)
+        errors[name] = [_error(ours, right), _error(eager, right)]
     return {"errors": errors}
+
+
+def _loss_and_gradients(run: Any, model: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    loss = run(*args, **kwargs)
+    loss = loss if isinstance(loss, torch.Tensor) else loss.loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
 def variants() -> dict[str, Any]:
@@ -74,12 +77,25 @@ def sweep() -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """The same with cuDNN, which builds a plan for each, and none when they come again."""
+    """The same with cuDNN, which builds a plan for each, and none when they come again; and what
+    the plans compute."""
     lengths = (64, 100, 1000)
+    started = time.perf_counter()
     calls = _swept(lengths, "cudnn")
+    seconds = time.perf_counter() - started
     fa_inductor.on_jit("error")
     _swept(lengths, "cudnn")
-    return {"calls": calls}
+    errors = {}
+    for length in lengths:
+        for causal in ("none", "bottom_right"):
+            args = tuple(each.transpose(1, 2) for each in warm_models.inputs(2, length, 128))
+            ways = [
+                functools.partial(warm_models.attend, causal=causal, kernel=kernel)
+                for kernel in ("cudnn", "reference")
+            ]
+            ours, right = (_differentiated(attend, args) for attend in ways)
+            errors[f"{causal} {length}"] = _error(ours, right)
+    return {"calls": calls, "seconds": seconds, "errors": errors}
 
 
 def _swept(lengths: Sequence[int], kernel: str) -> int:
@@ -87,7 +103,8 @@ def _swept(lengths: Sequence[int], kernel: str) -> int:
     for length in lengths:
         for causal in ("none", "bottom_right"):
             q, k = (each.transpose(1, 2) for each in warm_models.inputs(2, length, 128))
-            warm_models.attend(q, k, causal, kernel).sum().backward()
+            out = warm_models.attend(q, k, causal, kernel)
+            out.backward(torch.randn_like(out))
     torch.cuda.synchronize()
     return 4 * len(lengths)
 
@@ -99,9 +116,10 @@ def first() -> dict[str, Any]:
     fa4._interface()
     torch.ones(1, device="cuda").sum().item()
     q, k = (each.transpose(1, 2) for each in warm_models.inputs(1, 1024, 128))
+    grad_out = torch.randn_like(q)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    warm_models.attend(q, k, "bottom_right").sum().backward()
+    warm_models.attend(q, k, "bottom_right").backward(grad_out)
     torch.cuda.synchronize()
     return {"seconds": time.perf_counter() - started}
 
