@@ -5,6 +5,7 @@ Which calls are repeated at all is held by `test_op_calls.py`.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -49,6 +50,27 @@ def test_a_repeated_sequence_gives_the_same_without_the_entry() -> None:
     held = weakref.ref(given[0])
     del given
     assert held() is None, "kept beyond its call"
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_nothing_of_a_call_waits_for_the_collector(repeatable: bool) -> None:
+    """CUDA graph trees take a tensor that does for an output of the graph, and refuse the graph
+    once it is collected: the first training step of a process under "reduce-overhead"."""
+    entry, given = Entry(), tensors()
+    gc.collect()
+    gc.disable()
+    try:
+        with recording((entry,)) as noted:
+            entry(*given, 3.0)
+        used = [each for _, arguments in noted.calls for each in arguments]
+        held = [weakref.ref(each) for each in used if isinstance(each, Tensor)]
+        repeat = noted.repeat(given if repeatable else (*given, torch.ones(1)))
+        assert (repeat is not None) == repeatable
+        del noted, given, used
+        assert len(held) > 3  # temporaries too
+        assert [each() for each in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 def test_tensors_of_rank_4_are_seen_as_the_entry_saw_them() -> None:

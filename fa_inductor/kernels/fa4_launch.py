@@ -210,42 +210,54 @@ def _templates(
     None if a call cannot be repeated: not every tensor was used, or one not as it is, or one
     piece of temporary memory as two different tensors.
     """
-    known = list(tensors)  # by the slot's index, temporaries too
-    slots = {tensor.data_ptr(): _Slot(index) for index, tensor in enumerate(tensors)}
-    temporaries: list[_Temporary] = []
-    used: set[int] = set()
-
-    def slot_of(argument: Tensor, number: int) -> _Slot:
-        slot = slots.get(argument.data_ptr())
-        if slot is None:
-            if not argument.is_contiguous():
-                raise _NotRepeatable
-            slot = slots[argument.data_ptr()] = _Slot(len(known))
-            known.append(argument)
-            layout = tuple(argument.shape), argument.stride()
-            temporaries.append(_Temporary(*layout, argument.dtype, zero=number > 0))
-        elif _metadata(argument) != _metadata(known[slot.index]):
-            raise _NotRepeatable
-        used.add(slot.index)
-        return slot
-
-    def templated(argument: Any, number: int) -> Any:
-        if isinstance(argument, Tensor):
-            return slot_of(argument, number)
-        if isinstance(argument, (tuple, list)):
-            inside = tuple(templated(each, number) for each in argument)
-            if any(isinstance(each, (_Slot, _Filled)) for each in inside):
-                return _Filled(getattr(argument, "_make", type(argument)), inside)
-        return argument
-
+    slots = _TensorSlots(tensors)
     try:
         templates = [
-            (kernel, tuple(templated(argument, number) for argument in arguments))
+            (kernel, tuple(slots.in_place_of(argument, number) for argument in arguments))
             for number, (kernel, arguments) in enumerate(calls)
         ]
     except _NotRepeatable:
         return None
-    return (templates, temporaries) if used.issuperset(range(len(tensors))) else None
+    is_complete = slots.used.issuperset(range(len(tensors)))
+    return (templates, slots.temporaries) if is_complete else None
+
+
+class _TensorSlots:
+    """Slots in place of tensors.
+
+    No function that calls itself and sees tensors as a closure: that is a cycle, which keeps them
+    until they are collected, and CUDA graphs then find memory in use that nobody has told them of.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.known = list(tensors)  # by the slot's index, temporaries too
+        self.by_pointer = {tensor.data_ptr(): _Slot(i) for i, tensor in enumerate(tensors)}
+        self.temporaries: list[_Temporary] = []
+        self.used: set[int] = set()
+
+    def in_place_of(self, argument: Any, number: int) -> Any:
+        """number: which of the calls it is an argument of."""
+        if isinstance(argument, Tensor):
+            return self._slot_of(argument, number)
+        if isinstance(argument, (tuple, list)):
+            inside = tuple(self.in_place_of(each, number) for each in argument)
+            if any(isinstance(each, (_Slot, _Filled)) for each in inside):
+                return _Filled(getattr(argument, "_make", type(argument)), inside)
+        return argument
+
+    def _slot_of(self, tensor: Tensor, number: int) -> _Slot:
+        slot = self.by_pointer.get(tensor.data_ptr())
+        if slot is None:
+            if not tensor.is_contiguous():
+                raise _NotRepeatable
+            slot = self.by_pointer[tensor.data_ptr()] = _Slot(len(self.known))
+            self.known.append(tensor)
+            layout = tuple(tensor.shape), tensor.stride()
+            self.temporaries.append(_Temporary(*layout, tensor.dtype, zero=number > 0))
+        elif _metadata(tensor) != _metadata(self.known[slot.index]):
+            raise _NotRepeatable
+        self.used.add(slot.index)
+        return slot
 
 
 def _metadata(tensor: Tensor) -> tuple[Any, ...]:
