@@ -108,14 +108,18 @@ _held: list[weakref.ref[OrderedDict[Any, Any]]] = []
 
 
 def forget_at_exit(held: OrderedDict[Any, Any]) -> None:
-    """Empty `held` at the program's end, in whichever thread it is: kernel libraries want their
-    objects back while they are still loaded."""
+    """Have `forget` empty `held`, in whichever thread it is, and the program's end: kernel
+    libraries want their objects back while they are still loaded."""
     _held[:] = [each for each in _held if each() is not None]
     _held.append(weakref.ref(held))
 
 
 @atexit.register
-def _forget() -> None:
+def forget() -> None:
+    """Nothing has been called yet: the next call of any class, in any thread, goes the long way.
+
+    Not while another thread is in a call.
+    """
     for each in _held:
         if (held := each()) is not None:
             held.clear()

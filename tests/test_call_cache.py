@@ -182,3 +182,15 @@ def test_nothing_of_a_call_is_kept(kernel: Repeating) -> None:
             held += [weakref.ref(each) for each in call.values() if isinstance(each, Tensor)]
             del call
             assert [each() for each in held] == [None] * len(held)
+
+
+def test_what_was_forgotten_goes_the_long_way(kernel: Repeating) -> None:
+    """Whichever thread forgets."""
+    for _ in range(2):
+        run(by_scale(1))
+    assert kernel.ways() == (1, 1)
+    thread = threading.Thread(target=call_cache.forget)
+    thread.start()
+    thread.join()
+    run(by_scale(1))
+    assert kernel.ways() == (2, 1)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fa_inductor
+from fa_inductor import call_cache
 from fa_inductor.errors import OptionError, ProbeError
 from fa_inductor.probing import controls, fa4_control
 from fa_inductor.probing.cells import DATA, LENGTHS, WAYS, Cell, default_cells
@@ -70,6 +71,14 @@ def test_our_op_is_right(way: str) -> None:
 def test_every_kind_of_data(kind: str) -> None:
     outcome = judge(kernel_subject("reference"), Cell(65, "compiled", "fwd+bwd", kind), SETTING)
     assert outcome.verdict == "ok", outcome.detail
+
+
+def test_a_cell_is_what_the_first_call_of_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the look at what the graph's ops give."""
+    forgotten: list[bool] = []
+    monkeypatch.setattr(call_cache, "forget", lambda: forgotten.append(True))
+    judge(kernel_subject("reference"), Cell(64, "compiled", "fwd"), SETTING)
+    assert len(forgotten) == 2
 
 
 def test_a_wrong_number_is_wrong() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .. import call_cache
 from ..errors import FallbackError
 from .cells import Cell, Outcome
 from .data import Drawn, Sizes, draw
@@ -59,6 +60,7 @@ def judge(subject: Subject, cell: Cell, setting: Setting) -> Outcome:
     if reason := _not_applicable(subject, cell, setting):
         return replace(blank, detail=reason)
     torch._dynamo.reset()
+    call_cache.forget()  # a cell is to be what the first call of a process would be
     # On a GPU PyTorch's deterministic mode would choose other kernels.
     with poisoned(deterministic_fill=not setting.on_gpu) as poison:
         graphs = Graphs()

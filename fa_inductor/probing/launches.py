@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .. import dynamo_compat
+from .. import call_cache, dynamo_compat
 from ..config import Config
 from ..rewrite import rewrite
 
@@ -78,6 +78,7 @@ def _once_checked(gm: fx.GraphModule, compiled: Any, graphs: Graphs) -> Callable
             waiting.clear()
             with torch.no_grad():
                 _LayoutCheck(gm, graphs.faults).run(*map(_detached, args))
+            call_cache.forget()
         return compiled(*args)
 
     return call
