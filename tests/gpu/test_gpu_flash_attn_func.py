@@ -115,7 +115,8 @@ def test_carried_arguments_are_eager_s(given: dict[str, Any]) -> None:
     assert all(map(torch.equal, grads[:3], wanted[:3]))
     assert all(relative_error(*pair) < 1e-4 for pair in zip(grads[3:], wanted[3:], strict=True))
     with torch.no_grad():  # without a gradient to come, the op of inference
-        assert torch.equal(_poisoned(lambda: compiled(*(t.detach() for t in leaves))), expected)
+        out = _poisoned(lambda: compiled(*(t.detach() for t in leaves)))
+        assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -144,7 +145,8 @@ def test_an_argument_that_is_not_carried_runs_eagerly_and_right() -> None:
     with torch.no_grad():
         expected = attend(q, k, v)
         compiled = torch.compile(attend, backend="fa_inductor")
-        assert torch.equal(_poisoned(lambda: compiled(q, k, v)), expected)
+        out = _poisoned(lambda: compiled(q, k, v))
+        assert torch.equal(out, expected)
 
 
 def test_cuda_graphs_replay_with_changed_inputs() -> None:
@@ -157,4 +159,5 @@ def test_cuda_graphs_replay_with_changed_inputs() -> None:
             for tensor in (q, k, v):
                 tensor.normal_()
             expected = _attend(q, k, v)
-            assert torch.equal(compiled(q, k, v), expected)
+            out = compiled(q, k, v)
+            assert torch.equal(out, expected)

@@ -66,9 +66,11 @@ def test_names_the_first_bad_layer(findings: list[numerics.Finding], guard: str,
     numerics.check()
     assert not findings
     break_values_of_one_head(model, 2)
-    step(model, compiled, tokens)
-    step(model, compiled, tokens)
-    torch.cuda.synchronize()
+    for _ in range(2):
+        step(model, compiled, tokens)
+        # What a step has left is asked for by the next, and heard by the one after, if the GPU has
+        # come so far: here it is waited for, as a host with CUDA graphs is far ahead.
+        torch.cuda.synchronize()
     compiled(tokens)
     assert findings[0].names[0].startswith("layers.2 ")
     assert findings[0].names[1:] == ("fa4", "forward")
