@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Iterator
@@ -129,7 +130,9 @@ def test_jobs_of_dense_ops() -> None:
         turned = (each.transpose(1, 2) for each in (q, k, k))
         op.attention_inference(*turned, None, "bottom_right", "BSHD", "cudnn")
 
-    forward, backward, inference = seen(run)
+    forward, backward, as_compiled, inference = seen(run)
+    assert "grad_out" not in as_compiled.tensors
+    assert dataclasses.replace(backward, tensors=as_compiled.tensors) == as_compiled
     assert forward.tensors["q"] == Layout((1, 4, 7, 64), "bfloat16")
     assert (forward.problem.window_left, forward.problem.softcap) == (16, 3.0)
     assert backward == Job(
@@ -145,11 +148,13 @@ def test_jobs_of_packed_variable_and_masked_ops() -> None:
         op = torch.ops.fa_inductor
         packed = empty(2, 8, 3, 4, 64, grad=True)
         views = [[2, 4, 8, 64, 8 * 3 * 256, 64, 3 * 256, 1, n * 256] for n in range(3)]
-        op.attention_packed(packed, *views, None, "none", "BSHD", False, "fa4")[0].sum().backward()
+        out = op.attention_packed(packed, *views, None, "none", "BSHD", False, "fa4")[0]
+        out.backward(torch.empty_like(out))
         q = empty(20, 4, 64, grad=True)
         starts = empty(3, dtype=torch.int32)
         numbers = (12, 11, None, "bottom_right", False, "fa4")
-        op.attention_varlen(q, q, q, starts, starts, *numbers)[0].sum().backward()
+        out = op.attention_varlen(q, q, q, starts, starts, *numbers)[0]
+        out.backward(torch.empty_like(out))
 
     jobs = seen(run)
     assert [(job.form, job.backward) for job in jobs] == [

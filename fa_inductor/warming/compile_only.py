@@ -145,5 +145,6 @@ class Seeing(TorchDispatchMode):
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         job = of_op(func, args, kwargs)
         if job is not None:
-            self.see(job)
+            for each in job.as_compiled():
+                self.see(each)
         return func(*args, **kwargs)

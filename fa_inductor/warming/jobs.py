@@ -110,6 +110,14 @@ class Job:
         bounds = (self.bounds[0] and sq, self.bounds[1] and sk)
         return dataclasses.replace(self, tensors=tensors, bounds=bounds)
 
+    def as_compiled(self) -> Iterator[Job]:
+        """This call, and what `torch.compile` would make of it: it lays gradients from outside of a
+        graph out whole, which eager mode hands on expanded."""
+        yield self
+        if "grad_out" in self.tensors:
+            whole = {name: layout for name, layout in self.tensors.items() if name != "grad_out"}
+            yield dataclasses.replace(self, tensors=whole)
+
     def all_lengths(self) -> Iterator[Job]:
         """This call, and the same for every class of lengths: equal ones if these are equal.
 

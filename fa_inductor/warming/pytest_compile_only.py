@@ -6,8 +6,8 @@ Tests that take the fixture `fa_device`, or have it through another, run inside 
 where nothing has a value; on a machine without a GPU, what they make on CUDA is made on the CPU.
 `torch.testing.assert_close` compares nothing, and a test ends, as skipped, at the first error.
 `python -O -m pytest --assert=plain --compile-only` has no assertions, and so gets further (with
-PyTorch 2.13: the Dynamo of 2.11 cannot trace conditions under `-O`). Code that calls FA4 itself is
-compiled with a GPU only. Tests without the fixture are not run.
+PyTorch 2.13: the Dynamo of 2.11 cannot trace conditions under `-O`); nor what is called in them.
+Code that calls FA4 itself is compiled with a GPU only. Tests without the fixture are not run.
 """
 
 from __future__ import annotations
