@@ -66,13 +66,14 @@ RUNS: dict[str, Callable[[str], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("guard", ["", "@finite,warn,1@here", "@oracle,warn,1@here"])
+@pytest.mark.parametrize("guard", ["", "@oracle,warn,1@here"])
 @pytest.mark.parametrize("name", RUNS)
 def test_no_tensor_is_left(name: str, guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_calls, "calls", call_cache.Calls())
     RUNS[name]("reference")  # what is imported and made once
     monkeypatch.setattr(op_calls, "calls", call_cache.Calls())
     gc.collect()
+    gc.freeze()  # what other tests have left is none of this one's
     gc.disable()
     try:
         made = RUNS[name]("reference" + guard)

@@ -156,7 +156,7 @@ def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_what_is_written_down(tmp_path: Path) -> None:
     """JSON, and a script for each bad cell that fails by itself."""
     subject = Subject("broken", broken, "inductor", source="from test_probe import broken as fn")
-    result = run_cells(subject, [Cell(64, "compiled", "fwd")], SETTING)
+    result = run_cells(subject, [Cell(64, "eager", "fwd")], SETTING)
     assert json.loads(result.dumps())["outcomes"][0]["verdict"] == "wrong"
     (script,) = result.write_repros(tmp_path)
     here = Path(__file__).parent
