@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,9 +17,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .errors import AdapterError
-
-if TYPE_CHECKING:
-    pass
 
 
 def adapted(owner: Any, name: str) -> Any:

@@ -11,10 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from .. import call_cache, dynamo_compat
+from .. import dynamo_compat
 from ..config import Config
 from ..rewrite import rewrite
+from ..torch_compat import fake_tensors
 
 _TORCH_NAMESPACES = frozenset(("aten", "prims", "prim", "inductor", "higher_order", "rngprims"))
 # How libraries name their attention kernels on a GPU.
@@ -64,51 +67,48 @@ def watched_backend(
         ]
         keywords = {"options": dict(options)} if options else {}
         compiled = compiler(gm, example_inputs, **keywords)
-        return _once_checked(gm, compiled, graphs)
+        return _once_checked(compiled, graphs)
 
     return backend
 
 
-def _once_checked(gm: fx.GraphModule, compiled: Any, graphs: Graphs) -> Callable[..., Any]:
-    """`compiled`, and on its first call a look at what the opaque ops of `gm` give."""
+def _once_checked(compiled: Any, graphs: Graphs) -> Callable[..., Any]:
+    """`compiled`, and on its first call a look at what its opaque ops give."""
     waiting = [True]
 
     def call(*args: Any) -> Any:
-        if waiting:
-            waiting.clear()
-            with torch.no_grad():
-                _LayoutCheck(gm, graphs.faults).run(*map(_detached, args))
-            call_cache.forget()
-        return compiled(*args)
+        if not waiting:
+            return compiled(*args)
+        waiting.clear()
+        with _LayoutCheck(graphs.faults):
+            return compiled(*args)
 
     return call
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+class _LayoutCheck(TorchDispatchMode):
+    """Holds each opaque op that is called against its own fake version.
 
+    In the compiled run itself: the captured graph, run as it is written, would make what compiled
+    code never holds, such as masks of S x S elements.
+    """
 
-class _LayoutCheck(fx.Interpreter):
-    """Runs a graph as it is written, holding each opaque op against its own fake version."""
-
-    def __init__(self, gm: fx.GraphModule, faults: list[str]) -> None:
-        super().__init__(gm)
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__()
         self.faults = faults
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        result = super().call_function(target, args, kwargs)
-        if isinstance(target, torch._ops.OpOverload) and _is_opaque(target):
-            from torch._subclasses.fake_tensor import FakeTensorMode
-            from torch.utils._pytree import tree_leaves, tree_map
-
-            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if _is_opaque(func):
+            with fake_tensors() as mode:
                 fakes = tree_map(
                     lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, (args, kwargs)
                 )
-                promised = target(*fakes[0], **fakes[1])
+                promised = func(*fakes[0], **fakes[1])
             for real, fake in zip(tree_leaves(result), tree_leaves(promised), strict=True):
                 if isinstance(real, Tensor) and (fault := _difference(fake, real)):
-                    self.faults.append(f"{target.name()}: {fault}")
+                    self.faults.append(f"{func.name()}: {fault}")
         return result
 
 
