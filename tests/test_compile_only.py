@@ -150,6 +150,19 @@ def test_code_for_a_gpu_makes_its_tensors_on_the_cpu(jobs: list[Job]) -> None:
     assert (out.device.type, out.shape, out.dtype) == ("cpu", (4, 3), torch.bfloat16)
 
 
+def test_dynamo_traces_what_is_made_on_the_cpu(jobs: list[Job]) -> None:
+    """`unflatten` of a tensor, too, which asks `super()`."""
+
+    @torch.compile(backend="fa_inductor", options={"fa.kernels": ("fa4",)}, fullgraph=True)
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q = x.unflatten(-1, (4, 64)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    with compile_only(TARGET), without_gpu():
+        attend(torch.empty(1, 128, 256, dtype=torch.bfloat16, device="cuda"))
+    assert [job.lengths for job in jobs] == [(128, 128)]
+
+
 def test_all_lengths_are_compiled_where_asked(jobs: list[Job]) -> None:
     with compile_only(TARGET, all_lengths=True):
         q = torch.empty(2, 8, 100, 64, dtype=torch.bfloat16)

@@ -139,6 +139,9 @@ def test_compiles(fa_device):
     torch.testing.assert_close(out, torch.zeros(3))
     assert out.sum().item() == 12345
     raise ValueError("never reached")
+def test_refuses(fa_device):
+    with pytest.raises(RuntimeError):
+        torch.ones(3, device=fa_device)
 def test_without_the_fixture():
     raise ValueError
 """
@@ -165,4 +168,4 @@ def test_a_second_process_compiles_and_launches_nothing(root: Path, tmp_path: Pa
     assert answers == [1, 1.0, 1, True, [1.0, 1.0, 1.0]]
     assert "cannot compile for sm_120a in this process" in refused
     assert "compiled only: 0 kernels in 0 s, 4 found" in of_pytest
-    assert "1 skipped, 1 deselected" in of_pytest[-1]
+    assert "2 skipped, 1 deselected" in of_pytest[-1]
