@@ -21,6 +21,7 @@ _WARPS = 8
 
 @triton.jit
 def _one(memory, size, block, cell, POSITIVE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    before = tl.load(cell)  # on its way while the values are; an older one costs an atomic at most
     offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(memory + offsets, mask=offsets < size, other=0.0).to(tl.float32)
     bits = values.to(tl.int32, bitcast=True)
@@ -28,7 +29,7 @@ def _one(memory, size, block, cell, POSITIVE: tl.constexpr, BLOCK: tl.constexpr)
     if POSITIVE:  # of negative numbers, -inf among them, none counts; NaN has a sign as well
         magnitude = tl.where((bits < 0) & (magnitude <= 0x7F800000), 0, magnitude)
     top = tl.max(magnitude, 0)
-    if top > tl.load(cell):
+    if top > before:
         tl.atomic_max(cell, top)
 
 
