@@ -102,6 +102,7 @@ def _show(data: Mapping[str, Any], form: str, output: Path | None) -> None:
 @click.option("--backend", default="fa_inductor", show_default=True, help="Of torch.compile.")
 @click.option("--not-causal", is_flag=True, help="FUNCTIONS compute attention without a mask.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for JSON, PNG, scripts.")
+@click.option("--jobs", default=1, show_default=True, help="Processes at a time, on one GPU.")
 @click.option("--model", help="package.module:make, as for explain: name its first bad attention.")
 @click.option("--kernels", default="fa4,cudnn", show_default=True, help="For --model.")
 @click.option("--self-test", is_flag=True, help="Find faults that are known to be there.")
@@ -113,6 +114,7 @@ def probe(
     backend: str,
     not_causal: bool,
     output: Path | None,
+    jobs: int,
     model: str | None,
     kernels: str,
     self_test: bool,
@@ -127,11 +129,9 @@ def probe(
         if model is not None:
             sys.exit(console.run_bisect(_load(model)(), _names(kernels)))
         subjects = [_load(name) if ":" in name else name for name in functions]
-        sys.exit(
-            console.run(
-                subjects, lengths, ways, data, backend, causal=not not_causal, output=output
-            )
-        )
+        cells = (lengths, ways, data)
+        how = (backend, not not_causal, output, jobs)
+        sys.exit(console.run(subjects, cells, *how))
     except FaInductorError as error:
         raise click.ClickException(str(error)) from error
 

@@ -82,7 +82,7 @@ INSIDE = {
         ("ways", "fa4_control"),
         ("controls",),
         ("judging",),
-        ("results",),
+        ("results", "parallel"),
         ("probe", "bisect"),
         ("console",),
     ),

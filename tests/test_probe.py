@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +102,53 @@ def test_nothing_runs_but_what_is_compiled() -> None:
         "fa_inductor_tests::counted: shape promised torch.Size([64, 1, 4, 16]), real "
         "torch.Size([1, 4, 64, 16])"
     ]
+
+
+def test_processes_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same outcomes in the same order, of right cells and of wrong ones."""
+    heard: list[Cell] = []
+    chosen: dict[str, Any] = {"lengths": [64, 96], "ways": ["compiled"], "passes": ["fwd"]}
+    result = fa_inductor.probe(
+        broken, backend="inductor", jobs=2, progress=lambda each: heard.append(each.cell), **chosen
+    )
+    assert [(each.cell.length, each.verdict) for each in result.outcomes] == [
+        (64, "wrong"),
+        (96, "wrong"),
+    ]
+    assert {cell.length for cell in heard} == {64, 96}
+    assert result.subject.source == "from test_probe import broken as fn"
+    with pytest.raises(OptionError, match="cannot import"):
+        fa_inductor.probe(lambda q, k, v: q, jobs=2, **chosen)
+    with pytest.raises(OptionError, match="jobs=0"):
+        fa_inductor.probe(broken, jobs=0, **chosen)
+
+
+def test_a_process_that_dies_is_an_error() -> None:
+    result = fa_inductor.probe(dying, lengths=[64], ways=["eager"], passes=["fwd"], jobs=2)
+    assert [outcome.verdict for outcome in result.outcomes] == ["error"]
+    assert "a process died" in result.outcomes[0].detail
+
+
+def test_what_runs_out_of_memory_runs_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHERS", str(tmp_path))
+    result = fa_inductor.probe(crowded, lengths=[64, 96], ways=["eager"], passes=["fwd"], jobs=2)
+    assert [outcome.verdict for outcome in result.outcomes] == ["ok", "ok"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def crowded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Out of memory at the first call with a length."""
+    ran = Path(os.environ["OTHERS"]) / str(q.shape[2])
+    if not ran.exists():
+        ran.touch()
+        raise torch.OutOfMemoryError("no room")
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def dying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    os._exit(3)
 
 
 def test_a_wrong_number_is_wrong() -> None:

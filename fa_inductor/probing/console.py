@@ -18,15 +18,17 @@ from .results import ProbeResult
 
 def run(
     functions: Sequence[Any],
-    lengths: str | None,
-    ways: str | None,
-    data: str,
+    cells: tuple[str | None, str | None, str],
     backend: str,
-    *,
     causal: bool,
     output: Path | None,
+    jobs: int,
 ) -> int:
-    """Probe each function; the exit status, 1 if a cell is bad or if none could be tried."""
+    """Probe each function; the exit status, 1 if a cell is bad or if none could be tried.
+
+    cells: lengths, ways and data, separated by commas; None for the default, "all" for all data.
+    """
+    lengths, ways, data = cells
     console, is_bad = Console(), False
     chosen: dict[str, Any] = {
         "lengths": None if lengths is None else [int(each) for each in lengths.split(",")],
@@ -40,7 +42,9 @@ def run(
             def advance(outcome: Outcome, progress: Progress = progress, task: Any = task) -> None:
                 progress.update(task, advance=1, description=str(outcome.cell))
 
-            result = probe(function, causal=causal, backend=backend, progress=advance, **chosen)
+            result = probe(
+                function, causal=causal, backend=backend, jobs=jobs, progress=advance, **chosen
+            )
         console.print(result)
         if output is not None:
             _write(result, output, console)

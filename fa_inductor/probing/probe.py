@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import OptionError
 from .cells import PASSES, Cell, Outcome, cells, default_cells
 from .controls import Control, controls
 from .data import Sizes
 from .judging import Setting, judge
+from .parallel import judge_all
 from .results import ProbeResult
 from .subjects import Subject, kernel_subject
 
@@ -34,6 +37,7 @@ def probe(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     sizes: Sizes | None = None,
+    jobs: int = 1,
     progress: Callable[[Outcome], None] | None = None,
 ) -> ProbeResult:
     """Is this attention right, whichever way it is captured?
@@ -46,11 +50,14 @@ def probe(
         default matrix (`probing.cells.default_cells`).
     backend, options: as for `torch.compile`; for a kernel's name they are given.
     device, dtype, sizes: "cuda" in bfloat16 where there is a GPU, else "cpu" in float32.
+    jobs: processes at a time. With several, `fn` is one that can be imported, and each needs memory
+        of its own: up to about 20 GiB at 131072 tokens.
     progress: called with each outcome as it comes.
 
     Every cell runs on memory full of NaN, and again on memory full of a number. Each output and
     gradient is looked at whole for what is unwritten or not finite, and at sampled rows against
-    float64. Dynamo's caches are reset in between. Raises `OptionError` for an unknown word.
+    float64. Dynamo's caches are reset in between. Raises `OptionError` for an unknown word,
+    and for several jobs with a function that other processes cannot import.
     """
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     setting = Setting(
@@ -60,19 +67,7 @@ def probe(
     )
     if fn is None:
         fn = "fa4" if setting.on_gpu else "reference"
-    subject = (
-        kernel_subject(fn)
-        if isinstance(fn, str)
-        else Subject(
-            getattr(fn, "__name__", "function"),
-            fn,
-            backend,
-            options or {},
-            causal,
-            scale,
-            source=_importable(fn),
-        )
-    )
+    make = partial(_subject, fn, backend, options or {}, causal, scale)
     tried: Sequence[Cell]
     if lengths is None and ways is None and data == ("normal",) and passes == PASSES:
         tried = default_cells(setting.on_gpu)
@@ -81,7 +76,30 @@ def probe(
         lengths = lengths or list(dict.fromkeys(cell.length for cell in default))
         ways = ways or list(dict.fromkeys(cell.way for cell in default))
         tried = cells(lengths, ways, passes, data)
-    return run_cells(subject, tried, setting, progress)
+    if jobs == 1:
+        return run_cells(make(), tried, setting, progress)
+    if jobs < 1:
+        raise OptionError(f"jobs={jobs}: expected a number from 1 on.")
+    if not isinstance(fn, str) and _importable(fn) is None:
+        raise OptionError(
+            f"jobs={jobs}: other processes cannot import {fn!r}; give a function of a module, or "
+            "jobs=1."
+        )
+    outcomes = judge_all(make, tried, setting, jobs, progress)
+    return ProbeResult(make(), setting, machine(setting.device), outcomes)
+
+
+def _subject(
+    fn: Callable[..., Tensor] | str,
+    backend: str,
+    options: dict[str, Any],
+    causal: bool,
+    scale: float | None,
+) -> Subject:
+    if isinstance(fn, str):
+        return kernel_subject(fn)
+    name = getattr(fn, "__name__", "function")
+    return Subject(name, fn, backend, options, causal, scale, source=_importable(fn))
 
 
 def run_cells(
